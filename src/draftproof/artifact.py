@@ -118,9 +118,7 @@ def partial_folder(final: Path) -> Path:
     return final.with_name(f".{final.name}.partial")
 
 
-def open_build(
-    final: Path, *, stage: str, ingredients: Mapping[str, Any], predicted: Mapping[str, float] | None = None
-) -> Build:
+def open_build(final: Path, *, stage: str, ingredients: Mapping[str, Any], predicted: Mapping[str, float] | None = None) -> Build:
     """Start or go on with an artifact. Refuses when the unfinished work there has other ingredients."""
     folder = partial_folder(final)
     wanted = _plain(ingredients)
@@ -313,16 +311,17 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._end: int | None = None
 
     def read(self) -> list[dict[str, Any]]:
         """The records, in order."""
         return [record for record, _ in self._records()]
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record, durably."""
-        end = 0
-        for _, end in self._records():
-            pass
+        """Write one record, durably, over whatever a crash left behind the last whole one."""
+        if self._end is None:
+            self._end = max((end for _, end in self._records()), default=0)
+        end = self._end
         body = json.dumps(record, sort_keys=True, ensure_ascii=False)
         line = f"{_line_check(body)} {body}\n".encode()
         with self.path.open("r+b" if self.path.exists() else "w+b") as stream:
@@ -331,6 +330,7 @@ class Journal:
             stream.write(line)
             stream.flush()
             os.fsync(stream.fileno())
+        self._end = end + len(line)
 
     def _records(self) -> Iterator[tuple[dict[str, Any], int]]:
         """Each record with the byte offset at which it ends."""

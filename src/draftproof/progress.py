@@ -1,7 +1,7 @@
 """Progress of long work: a bar with rate and time left on a terminal, a line every 30 s in a log.
 
-    with progress.meter("generate", total=tokens, unit="tokens") as meter:
-        meter.advance(512)
+with progress.meter("generate", total=tokens, unit="tokens") as meter:
+    meter.advance(512)
 """
 
 from __future__ import annotations

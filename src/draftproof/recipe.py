@@ -308,9 +308,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UsageError(
-            "There is no such recipe.", where=str(path), remedy="Start from one with `draftproof recipe init`."
-        ) from None
+        raise UsageError("There is no such recipe.", where=str(path), remedy="Start from one with `draftproof recipe init`.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"The recipe cannot be read: {error}.", where=str(path), remedy="Give a text file.") from None
     try:
@@ -330,9 +328,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
             for key, value in node.value:
                 dotted = f"{prefix}{key.value}"
                 if dotted in lines:
-                    raise UsageError(
-                        f"The key {dotted} stands twice.", where=f"{path}:{key.start_mark.line + 1}", remedy="Keep one."
-                    )
+                    raise UsageError(f"The key {dotted} stands twice.", where=f"{path}:{key.start_mark.line + 1}", remedy="Keep one.")
                 lines[dotted] = key.start_mark.line + 1
                 visit(value, dotted + ".")
 

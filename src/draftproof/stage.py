@@ -64,6 +64,20 @@ class CanaryEvidence:
     codec: str
 
 
+@dataclass(frozen=True)
+class StagePlan:
+    """What a stage is expected to take, from shapes alone. Unknown figures are None."""
+
+    bytes: int
+    """Bytes it will leave or need on disk at its peak."""
+    files: int
+    seconds: float | None
+    memory: int | None
+    """Peak host memory in bytes."""
+    protects: str
+    """What a failure in the middle would cost, for people: `a 4 min pass over 60,000 tokens`."""
+
+
 Checkpoint = Callable[[Point, Any], None]
 """Runs the gate of this stage at `point`; raises `Refused` or `Undecided`; returns when it may go on."""
 

@@ -1,0 +1,46 @@
+"""What one check found: a status, the evidence, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["pass", "warn", "fail", "unknown"]
+"""`unknown` is not `pass`: it stops the line unless the recipe waives it by name."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The answer of one check."""
+
+    check: str
+    """`subject.what`, for example `storage.bytes`."""
+    status: Status
+    evidence: str
+    """What was seen, with numbers and places."""
+    remedy: str = ""
+    """The next step; empty when there is nothing to do."""
+    seconds: float = 0.0
+    """How long the check took."""
+    waived: str | None = None
+    """The recipe's reason for overruling this finding."""
+
+
+def passed(check: str, evidence: str) -> Finding:
+    """It is as it should be."""
+    return Finding(check, "pass", evidence)
+
+
+def warned(check: str, evidence: str, remedy: str) -> Finding:
+    """It may go on, but somebody should look."""
+    return Finding(check, "warn", evidence, remedy)
+
+
+def failed(check: str, evidence: str, remedy: str) -> Finding:
+    """It must not go on."""
+    return Finding(check, "fail", evidence, remedy)
+
+
+def unsure(check: str, evidence: str, remedy: str) -> Finding:
+    """It could not be told."""
+    return Finding(check, "unknown", evidence, remedy)

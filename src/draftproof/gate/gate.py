@@ -1,0 +1,107 @@
+"""Runs the checks before a stage and gives a verdict.
+
+A check is a function `(context: GateContext) -> Finding`. Its name is the function's, with the first
+underscore as a dot: `storage_bytes` is the check `storage.bytes`. Every check runs, also after a failure,
+so that one run shows every problem; a check that raises is `unknown`, not `pass`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftproof.errors import DraftproofError, Refused, Undecided
+from draftproof.gate.finding import Finding, Status, unsure
+from draftproof.recipe import Recipe
+from draftproof.stage import Point, StagePlan
+
+if TYPE_CHECKING:
+    from draftproof.target.target import Target
+
+_SEVERITY: dict[Status, int] = {"pass": 0, "warn": 1, "unknown": 2, "fail": 3}
+
+
+@dataclass(frozen=True)
+class GateContext:
+    """What the checks of one gate may look at."""
+
+    stage: str
+    point: Point
+    recipe: Recipe
+    target: Target | None
+    inputs: Mapping[str, Path]
+    """Verified artifact folders that the stage will read."""
+    out: Path
+    """Where the stage will write."""
+    plan: StagePlan | None
+    """What the stage is expected to take."""
+    evidence: Any = None
+    """What the stage shows at this point; at `loaded` a CanaryEvidence."""
+
+
+Check = Callable[[GateContext], Finding]
+
+
+@dataclass(frozen=True)
+class GateReport:
+    """All findings of one gate at one point."""
+
+    stage: str
+    point: Point
+    protects: str
+    """What would be lost without it, for people."""
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> Status:
+        """The worst finding that is not waived."""
+        return max((f.status for f in self.findings if f.waived is None), key=_SEVERITY.__getitem__, default="pass")
+
+
+def check_name(check: Check) -> str:
+    """`storage_bytes` -> `storage.bytes`."""
+    return check.__name__.replace("_", ".", 1)
+
+
+def run_gate(context: GateContext, checks: Iterable[Check], *, protects: str) -> GateReport:
+    """Run every check; apply the recipe's waivers to those that did not pass."""
+    report = GateReport(context.stage, context.point, protects)
+    waive = context.recipe.gates.waive
+    for check in checks:
+        finding = _run_check(check, context)
+        if finding.status in ("fail", "unknown") and finding.check in waive:
+            finding = replace(finding, waived=waive[finding.check])
+        report.findings.append(finding)
+    return report
+
+
+def enforce(report: GateReport) -> None:
+    """Raise Refused or Undecided unless the verdict lets the stage go on."""
+    verdict = report.verdict
+    if verdict not in ("fail", "unknown"):
+        return
+    worst = [f for f in report.findings if f.status == verdict and f.waived is None]
+    more = f" ({len(worst) - 1} more in the gate's report)" if len(worst) > 1 else ""
+    error = Refused if verdict == "fail" else Undecided
+    sentence = "said no" if verdict == "fail" else "could not tell"
+    raise error(
+        f"The gate before {report.stage} {sentence}: {worst[0].check}: {worst[0].evidence}{more}",
+        where=f"{report.stage}, {report.point}",
+        remedy=worst[0].remedy or f"If you know better, waive it: gates.waive.{worst[0].check}: REASON.",
+    )
+
+
+def _run_check(check: Check, context: GateContext) -> Finding:
+    started = time.monotonic()
+    try:
+        finding = check(context)
+    except DraftproofError as error:
+        finding = Finding(check_name(check), "fail", f"{error.what}{f' [{error.where}]' if error.where else ''}", error.remedy)
+    except Exception as error:  # noqa: BLE001  a check of ours that breaks must not let the stage pass
+        finding = unsure(
+            check_name(check), f"The check itself broke: {type(error).__name__}: {error}", "Report this as a fault of draftproof."
+        )
+    return replace(finding, seconds=round(time.monotonic() - started, 4))
