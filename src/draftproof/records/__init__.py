@@ -1,0 +1,1 @@
+"""The file formats through which stages meet: rows, mapping, hidden-state store."""
