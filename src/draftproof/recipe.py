@@ -413,3 +413,14 @@ def _explain(error: ValidationError, provenance: dict[str, str], path: Path) -> 
 def _scalar(value: Any) -> str:
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True).strip()
     return text.removesuffix("\n...").strip()
+
+
+STARTER = """\
+# A draft for one target. `draftproof recipe schema` lists every key; `draftproof plan` says what it will take.
+target: {model: PATH_OR_HUB_ID}
+regenerate: {prompts: PROMPTS.jsonl, max_tokens: 512}   # or data: {train: [CONVERSATIONS.jsonl]}
+vocab: {size: 32000}
+train: {epochs: 2, unroll: 7}
+evaluate: {draft_tokens: 3}
+run: {dir: runs/first}
+"""

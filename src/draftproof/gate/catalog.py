@@ -1,0 +1,37 @@
+"""Which checks stand before which stage, in order. A literal list, so that everything is seen at once."""
+
+from __future__ import annotations
+
+from draftproof.gate import data, parity, storage, target
+from draftproof.gate.gate import Check
+from draftproof.stage import Point
+
+_STORAGE: tuple[Check, ...] = (storage.storage_writable, storage.storage_bytes, storage.storage_inodes)
+_TARGET: tuple[Check, ...] = (
+    target.target_shards,
+    target.target_sizes,
+    target.target_norm_convention,
+    target.target_boundaries,
+    target.target_tokenizer,
+    target.target_remote_code,
+)
+_DATA: tuple[Check, ...] = (
+    data.data_supervised_share,
+    data.data_template,
+    data.data_split,
+    data.data_finish_reasons,
+)
+
+CHECKS: dict[tuple[str, Point], tuple[Check, ...]] = {
+    ("regenerate", "before"): (*_STORAGE, *_TARGET),
+    ("prepare", "before"): (*_STORAGE, target.target_tokenizer, target.target_remote_code),
+    ("vocab", "before"): (*_STORAGE, *_DATA),
+    ("extract", "before"): (*_STORAGE, *_TARGET, *_DATA),
+    ("extract", "loading"): _STORAGE,
+    ("extract", "loaded"): (parity.parity_rows, parity.parity_logprobs, parity.parity_batching, parity.parity_boundaries),
+    ("extract", "running"): (storage.storage_writable, storage.storage_bytes),
+    ("train", "before"): (*_STORAGE, target.target_sizes, target.target_norm_convention, data.data_supervised_share, data.data_split),
+    ("export", "before"): (*_STORAGE, target.target_sizes),
+    ("evaluate", "before"): (*_STORAGE, *_TARGET),
+}
+"""Points without an entry have nothing to check."""

@@ -1,0 +1,291 @@
+"""The line: stages in order, a gate before each, an artifact after each.
+
+    recipe -> regenerate -> prepare -> vocab -> extract -> train -> export -> evaluate -> report
+
+`run_line` walks it. A stage whose artifact is there, whole, and made of the same ingredients is skipped; one
+whose folder holds other work is refused with the name of the field that differs; one that was interrupted goes on
+from what its own journal proves.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import importlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from draftproof.artifact import Manifest, discard, open_build, partial_folder, reusable, verify, write_atomic, write_json
+from draftproof.errors import DraftproofError, Stopped, UsageError
+from draftproof.gate.gate import GateContext, GateReport, enforce, run_gate
+from draftproof.plan import make_plan, measure_flops
+from draftproof.progress import Progress
+from draftproof.recipe import LoadedRecipe, Recipe
+from draftproof.stage import Outcome, Point, StagePlan, StageTask
+from draftproof.target.target import Target, open_target
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One place on the line."""
+
+    name: str
+    settings: Callable[[Recipe], Any]
+    """Its own section of the recipe."""
+    extra: Callable[[Recipe], dict[str, Any]] = field(default=lambda recipe: {})
+    """What it needs from a section that it shares."""
+    absent: Callable[[Recipe], bool] = field(default=lambda recipe: False)
+    """True where the recipe leaves the stage out."""
+
+    def module(self) -> ModuleType:
+        """Its `stage.py`, imported when it is needed: most commands need no torch."""
+        return importlib.import_module(f"draftproof.{self.name}.stage")
+
+
+LINE: tuple[Stage, ...] = (
+    Stage("regenerate", lambda recipe: recipe.regenerate, absent=lambda recipe: recipe.regenerate is None),
+    Stage("prepare", lambda recipe: recipe.data),
+    Stage("vocab", lambda recipe: recipe.vocab),
+    Stage("extract", lambda recipe: recipe.extract),
+    Stage("train", lambda recipe: recipe.train, lambda recipe: {"draft": recipe.draft}),
+    Stage("export", lambda recipe: recipe.export, lambda recipe: {"draft_tokens": recipe.evaluate.draft_tokens}),
+    Stage("evaluate", lambda recipe: recipe.evaluate),
+)
+STAGE_NAMES = tuple(stage.name for stage in LINE)
+
+Happened = Literal["made", "kept"]
+
+
+@dataclass(frozen=True)
+class StageDone:
+    """What became of one stage."""
+
+    name: str
+    happened: Happened
+    """`kept`: its artifact was there already, proven whole and of the same ingredients."""
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class RunDone:
+    """A walked line."""
+
+    run_dir: Path
+    stages: list[StageDone]
+    report: Path | None
+
+
+def run_line(
+    loaded: LoadedRecipe,
+    *,
+    progress: Progress,
+    first: str | None = None,
+    last: str | None = None,
+    only: str | None = None,
+    announce: Callable[[StageDone], None] = lambda done: None,
+    announce_gate: Callable[[GateReport], None] = lambda report: None,
+) -> RunDone:
+    """Walk the line of a recipe, from `first` (its work and all after it is made anew) until `last`.
+
+    `only` runs one stage on the finished artifacts before it. Raises Refused or Undecided when a gate says so,
+    Stopped on a full disk, and what the stages raise; everything finished so far stays.
+    """
+    recipe = loaded.recipe
+    run_dir = Path(recipe.run.dir)
+    names = [stage.name for stage in LINE if not stage.absent(recipe)]
+    for name in (first, last, only):
+        if name is not None and name not in names:
+            raise UsageError(f"This recipe has no stage {name!r}.", remedy=f"Its stages: {', '.join(names)}.")
+    with _stops_on_full_disk(run_dir), _locked(run_dir):
+        write_atomic(run_dir / "recipe.yaml", loaded.resolved_yaml().encode())
+        if first is not None:
+            for name in reversed(names[names.index(first) :]):
+                discard(run_dir / name)
+        device = choose_device(recipe)
+        target = open_target(recipe.target)
+        line = _Line(recipe, run_dir, target, device, progress, announce_gate)
+        done: list[StageDone] = []
+        for stage in LINE:
+            if stage.name not in names or (only is not None and stage.name != only):
+                continue
+            done.append(line.do(stage))
+            announce(done[-1])
+            if stage.name == last:
+                break
+        report = None
+        if (run_dir / names[-1] / "manifest.json").exists() and only is None:
+            from draftproof.report.report import write_report
+
+            report = write_report(run_dir)
+        return RunDone(run_dir, done, report)
+
+
+class _Line:
+    """The state of a walk: manifests so far, and what every stage is given."""
+
+    def __init__(
+        self, recipe: Recipe, run_dir: Path, target: Target, device: str, progress: Progress, announce_gate: Callable[[GateReport], None]
+    ) -> None:
+        self.recipe, self.run_dir, self.target, self.device = recipe, run_dir, target, device
+        self.progress, self.announce_gate = progress, announce_gate
+        self._flops: float | None = None
+        self._threads_set = False
+
+    def do(self, stage: Stage) -> StageDone:
+        """Skip, go on with, or make one stage."""
+        module, settings, extra = stage.module(), stage.settings(self.recipe), stage.extra(self.recipe)
+        folders = {name: self.run_dir / name for name in module.NEEDS if not self._is_absent(name)}
+        manifests = {name: verify(folder) for name, folder in folders.items()}
+        ingredients = {
+            "stage_version": module.VERSION,
+            "seed": self.recipe.run.seed,
+            **module.ingredients(settings, self.target, manifests, **extra),
+        }
+        final = self.run_dir / stage.name
+        if (manifest := reusable(final, stage=stage.name, ingredients=ingredients)) is not None:
+            return StageDone(stage.name, "kept", manifest)
+
+        plan = make_plan(self.recipe, self.target, self.run_dir, flops=self._rate()).stages[stage.name]
+        checkpoint = self._checkpoint(stage.name, folders, final, plan)
+        checkpoint("before", None)
+        predicted = {"bytes": float(plan.bytes), **({"seconds": plan.seconds} if plan.seconds is not None else {})}
+        if plan.memory is not None:
+            predicted["memory"] = float(plan.memory)
+        build = open_build(final, stage=stage.name, ingredients=ingredients, predicted=predicted)
+        self._set_threads()
+        task = StageTask(
+            inputs=folders, out=build.folder, seed=self.recipe.run.seed, device=self.device, checkpoint=checkpoint, progress=self.progress
+        )
+        started = time.monotonic()
+        _reset_peak_memory()
+        outcome: Outcome = module.run(task, settings, self.target, **extra)
+        cost = {"seconds": time.monotonic() - started, **_peak_memory()}
+        cost["bytes"] = float(sum(path.stat().st_size for path in build.folder.rglob("*") if path.is_file()))
+        outcome.actual.update(cost)
+        return StageDone(stage.name, "made", build.finish(outcome))
+
+    def _checkpoint(self, name: str, inputs: Mapping[str, Path], out: Path, plan: StagePlan) -> Callable[[Point, Any], None]:
+        """The door through which a stage meets its gate; every verdict is written before it is enforced."""
+        from draftproof.gate.catalog import CHECKS
+
+        path = self.run_dir / "gates" / f"{STAGE_NAMES.index(name) + 1:02d}-{name}.json"
+        points: dict[str, Any] = {}
+
+        def checkpoint(point: Point, evidence: Any) -> None:
+            checks = CHECKS.get((name, point), ())
+            if not checks:
+                return
+            context = GateContext(name, point, self.recipe, self.target, inputs, out, plan, evidence)
+            report = run_gate(context, checks, protects=plan.protects)
+            points[point] = {"point": point, "verdict": report.verdict, "findings": [asdict(finding) for finding in report.findings]}
+            write_json(path, {"stage": name, "protects": plan.protects, "points": list(points.values())})
+            self.announce_gate(report)
+            enforce(report)
+
+        return checkpoint
+
+    def _is_absent(self, name: str) -> bool:
+        return any(stage.name == name and stage.absent(self.recipe) for stage in LINE)
+
+    def _rate(self) -> float:
+        if self._flops is None:
+            self._flops = measure_flops(self.device)
+        return self._flops
+
+    def _set_threads(self) -> None:
+        if self.recipe.run.threads is not None and not self._threads_set:
+            import torch
+
+            torch.set_num_threads(self.recipe.run.threads)
+            self._threads_set = True
+
+
+def choose_device(recipe: Recipe) -> str:
+    """`cuda` or `cpu`; raises UsageError when the recipe wants a GPU that torch does not see."""
+    if recipe.run.device == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if recipe.run.device == "cuda":
+        raise UsageError(
+            "The recipe asks for a GPU, but torch sees none.", where="run.device", remedy="Set run.device=cpu, or mend the driver."
+        )
+    return "cpu"
+
+
+@contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """One walk at a time in a run folder; the kernel frees the lock of a killed one."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("a+") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.seek(0)
+            raise UsageError(
+                f"Another draftproof works in this run folder (process {stream.read().strip() or 'unknown'}).",
+                where=str(run_dir),
+                remedy="Wait for it, or give another --workdir.",
+            ) from None
+        stream.truncate(0)
+        stream.write(str(os.getpid()))
+        stream.flush()
+        yield
+
+
+@contextmanager
+def _stops_on_full_disk(run_dir: Path) -> Iterator[None]:
+    """A full disk or quota, wherever it is met, ends as Stopped: the journals go on from the last whole piece."""
+    try:
+        yield
+    except DraftproofError:
+        raise
+    except Exception as error:
+        number = getattr(error, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT) or re.search(r"No space left|os error 28", str(error)):
+            raise Stopped(
+                "The disk is full.",
+                where=str(getattr(error, "filename", None) or run_dir),
+                remedy="Free some space and run the same command again.",
+            ) from error
+        raise
+
+
+def _reset_peak_memory() -> None:
+    """Start a new peak for this process, where the kernel lets us (Linux)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _peak_memory() -> dict[str, float]:
+    """Peak resident bytes of this process since the reset, and of the GPU if torch is loaded."""
+    found: dict[str, float] = {}
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        status = ""
+    if match := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
+        found["memory"] = float(match.group(1)) * 1024
+    import sys
+
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        found["gpu_memory"] = float(torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def unfinished(run_dir: Path, name: str) -> bool:
+    """True where a stage was begun and not finished."""
+    return partial_folder(run_dir / name).is_dir()
