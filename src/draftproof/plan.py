@@ -76,7 +76,6 @@ def make_plan(recipe: Recipe, target: Target, run_dir: Path, *, flops: float | N
     trained = epochs * supervised * (6 * draft * recipe.train.unroll + 2 * draft_size * width)
     working = 2 * weight_bytes if config.dtype != "float32" else weight_bytes
     store = tokens * state_bytes
-    text = tokens * 8
     answer = seconds(2 * (active + embedding) * tokens, DECODE_EFFICIENCY)
     judge = seconds(3 * 2 * (active + embedding) * answered, DECODE_EFFICIENCY)
     pass_over = _time_at_risk(f"a pass of the target over {tokens:,} tokens", prefill)

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from draftproof.draft.eagle3 import Eagle3Draft
-from draftproof.target.loaded import capture
+from draftproof.target.loaded import Captured, capture
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,33 @@ def decode(
     accepted: list[list[int]] = [[] for _ in prompts]
     started = time.monotonic()
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    for first in range(0, len(order), batch_size):
-        group = order[first : first + batch_size]
-        _decode_group(model, drafter, prompts, group, outputs, accepted, draft_tokens, max_tokens, frozenset(stop_ids))
+    with capture(model, drafter.boundaries, final=False) as captured:
+        target = _Pass(model, captured, drafter.boundaries)
+        for first in range(0, len(order), batch_size):
+            group = order[first : first + batch_size]
+            _decode_group(target, drafter, prompts, group, outputs, accepted, draft_tokens, max_tokens, frozenset(stop_ids))
     return Decoded(outputs, accepted, time.monotonic() - started)
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """A pass of the target: its choices, and the aux states the drafter wants."""
+
+    model: Any
+    captured: Captured
+    boundaries: tuple[int, ...]
+
+    def __call__(self, cache: DynamicCache, fed: Tensor, positions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Feed [B, T] after the cached columns; `valid` bool [B, C]. Returns its argmax after each fed token, int64
+        [B, T], and aux [B, T, A, H]."""
+        out = self.model(input_ids=fed, attention_mask=valid, position_ids=positions, past_key_values=cache, use_cache=True)
+        states = self.captured.take() if self.boundaries else {}
+        aux = torch.stack([states[boundary] for boundary in self.boundaries], dim=2) if self.boundaries else None
+        return out.logits.argmax(-1), aux
+
+
 def _decode_group(
-    model: Any,
+    target: _Pass,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     group: list[int],
@@ -119,7 +138,7 @@ def _decode_group(
     stop_ids: frozenset[int],
 ) -> None:
     """One batch, from prefill to the last answer; results go into `outputs` and `accepted`."""
-    device = next(model.parameters()).device
+    device = next(target.model.parameters()).device
     alive = list(group)
     drafter.begin(len(alive))
     width = max(len(prompts[index]) for index in group)
@@ -130,7 +149,7 @@ def _decode_group(
         valid[row, width - len(prompts[index]) :] = True
     positions = (valid.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache()
-    choices, aux = _forward(model, drafter.boundaries, cache, fed, positions, valid)
+    choices, aux = target(cache, fed, positions, valid)
     bonus = choices[:, -1]
     following = torch.cat([fed[:, 1:], bonus[:, None]], dim=1)
     length = valid.sum(-1)
@@ -153,9 +172,7 @@ def _decode_group(
         fed = torch.cat([bonus[:, None], drafts.clamp(min=0)], dim=1)  # [B, K+1]
         offsets = torch.arange(fed.shape[1], device=device)
         positions = length[:, None] + offsets
-        choices, aux = _forward(
-            model, drafter.boundaries, cache, fed, positions, torch.cat([valid, torch.ones_like(fed, dtype=torch.bool)], 1)
-        )
+        choices, aux = target(cache, fed, positions, torch.cat([valid, torch.ones_like(fed, dtype=torch.bool)], 1))
         agreed = (drafts == choices[:, :-1]).cumprod(-1).sum(-1)  # [B]: leading drafts that are the target's own
         settled = offsets[None] <= agreed[:, None]  # the bonus of last time and the accepted drafts
         valid = torch.cat([valid, settled], dim=1)
@@ -166,17 +183,6 @@ def _decode_group(
             count = int(agreed[row])
             accepted[index].append(count)
             _extend(outputs[index], choices[row, : count + 1].tolist(), max_tokens, stop_ids)
-
-
-def _forward(
-    model: Any, boundaries: tuple[int, ...], cache: DynamicCache, fed: Tensor, positions: Tensor, valid: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """The target's argmax after each fed token, int64 [B, T], and its aux states [B, T, A, H]."""
-    with capture(model, boundaries, final=False) as captured:
-        logits = model(input_ids=fed, attention_mask=valid, position_ids=positions, past_key_values=cache, use_cache=True).logits
-        states = captured.take() if boundaries else {}
-    aux = torch.stack([states[boundary] for boundary in boundaries], dim=2) if boundaries else None
-    return logits.argmax(-1), aux
 
 
 def _extend(output: list[int], tokens: list[int], max_tokens: int, stop_ids: frozenset[int]) -> None:
