@@ -194,10 +194,10 @@ def _chunks(rows: Iterable[Row], rows_per_file: int) -> Iterator[list[Row]]:
 
 def _check(row: Row) -> None:
     """A row that breaks its own rules is a fault of ours: stop before it is written."""
-    assert len(row.token_ids) == len(row.supervised), row.source  # noqa: S101
-    assert row.supervised.dtype == np.bool_, row.source  # noqa: S101
-    assert row.split in get_args(Split), row.source  # noqa: S101
-    assert all(row.supervised[list(row.turn_start)]), row.source  # noqa: S101
+    assert len(row.token_ids) == len(row.supervised), row.source
+    assert row.supervised.dtype == np.bool_, row.source
+    assert row.split in get_args(Split), row.source
+    assert all(row.supervised[list(row.turn_start)]), row.source
 
 
 def _to_arrow(rows: list[Row]) -> pa.Table:
