@@ -35,11 +35,9 @@ def load_model(target: Target, device: str, dtype: torch.dtype | None = None) ->
 
     library: Any = transformers  # its own types do not know `output_loading_info`
     trust = target.settings.trust_remote_code
-    config = library.AutoConfig.from_pretrained(target.folder, trust_remote_code=trust)
-    plain, wrapper = library.AutoModelForCausalLM, library.AutoModelForImageTextToText
-    wrapped = type(config) not in plain._model_mapping and type(config) in wrapper._model_mapping
     try:
-        model, loading = (wrapper if wrapped else plain).from_pretrained(
+        config = library.AutoConfig.from_pretrained(target.folder, trust_remote_code=trust)
+        model, loading = _loader(library, config).from_pretrained(
             target.folder,
             config=config,
             dtype=dtype or getattr(torch, target.dtype),
@@ -47,7 +45,7 @@ def load_model(target: Target, device: str, dtype: torch.dtype | None = None) ->
             trust_remote_code=trust,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise DataError(
             f"transformers cannot load the target: {error}",
             where=str(target.folder),
@@ -198,6 +196,15 @@ def _decoder_parts(module: nn.Module, config: TargetConfig) -> dict[str, str] | 
     if len(layers) == len(embeddings) == len(norms) == 1:
         return {"layers": layers[0], "embedding": embeddings[0], "final_norm": norms[0]}
     return None
+
+
+def _loader(library: Any, config: Any) -> Any:
+    """The auto class that knows the config: causal, or image-text-to-text for multimodal wrappers."""
+    plain, wrapper = library.AutoModelForCausalLM, library.AutoModelForImageTextToText
+    shipped = getattr(config, "auto_map", None) or {}
+    if type(config) in plain._model_mapping or plain.__name__ in shipped:
+        return plain
+    return wrapper if type(config) in wrapper._model_mapping or wrapper.__name__ in shipped else plain
 
 
 def _own_config(model: nn.Module) -> TargetConfig:
