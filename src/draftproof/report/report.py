@@ -81,6 +81,8 @@ class Cost:
     seconds: float | None
     predicted_bytes: float | None
     bytes: int | None
+    predicted_memory: float | None
+    memory: float | None
     tokens_per_second: float | None
 
 
@@ -124,8 +126,10 @@ def _tiles(facts: RunFacts, result: Mapping[str, Any]) -> list[Tile]:
                 Tile("As served", f"{served['acceptance_length']:.2f}", f"reported by {served.get('engine', 'the engine')} itself")
             )
         if "identical_to_target" in result:
-            same = bool(result["identical_to_target"])
-            tiles.append(Tile("Text", "identical" if same else "differs", "against the target alone, token for token"))
+            prompts = int(result["prompts"])
+            same = round(float(result["identical_to_target"]) * prompts)
+            value = "identical" if same == prompts else f"{same} of {prompts}"
+            tiles.append(Tile("Text", value, "the same as by the target alone, token for token"))
     seconds = [stage.seconds for stage in facts.stages if stage.seconds is not None]
     if seconds:
         tiles.append(Tile("Time", duration(sum(seconds)), f"{len(seconds)} stage{'s' if len(seconds) > 1 else ''}, added up"))
@@ -227,9 +231,14 @@ def _costs(facts: RunFacts) -> list[Cost]:
             predicted, actual = stage.manifest.predicted, stage.manifest.actual
             rows.append(
                 Cost(
-                    stage.name,
-                    *(predicted.get("seconds"), stage.seconds, predicted.get("bytes"), stage.bytes),
-                    actual.get("tokens_per_second"),
+                    stage=stage.name,
+                    predicted_seconds=predicted.get("seconds"),
+                    seconds=stage.seconds,
+                    predicted_bytes=predicted.get("bytes"),
+                    bytes=stage.bytes,
+                    predicted_memory=predicted.get("memory"),
+                    memory=actual.get("memory"),
+                    tokens_per_second=actual.get("tokens_per_second", actual.get("draft_tokens_per_second")),
                 )
             )
     return rows
