@@ -113,18 +113,12 @@ def report(
 def inspect(
     path: Annotated[Path, typer.Argument(help="A run, an artifact, a draft or a target.", metavar="PATH")],
     deep: Annotated[bool, typer.Option("--verify", help="Hash every byte again.")] = False,
-    row: Annotated[int | None, typer.Option("--row", help="Show this row of a prepare folder.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a folder is, and whether it is whole."""
     with _command("inspect", as_json) as result:
-        from draftproof.inspect import describe, describe_row
+        from draftproof.inspect import describe
 
-        if row is not None:
-            shown = describe_row(path, row)
-            result.update(**shown)
-            result.say(shown["text"])
-            return
         facts = describe(path, deep=deep)
         result.update(**facts)
         for line in facts["lines"]:

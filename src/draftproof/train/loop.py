@@ -90,10 +90,10 @@ def train(
             )
         loss = torch.stack([settings.decay**k * result.loss_sum / len(result.starts) for k, result in enumerate(results)]).sum()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own stub
-        norm = float(clip_gradients(parameters, settings.clip))
-        if not (math.isfinite(float(loss)) and math.isfinite(norm)):
+        value, norm = loss.item(), clip_gradients(parameters, settings.clip).item()
+        if not (math.isfinite(value) and math.isfinite(norm)):
             raise NonFinite(
-                f"Loss {float(loss)} and gradient norm {norm} at step {step}; the step was not taken.",
+                f"Loss {value} and gradient norm {norm} at step {step}; the step was not taken.",
                 where="rows " + ", ".join(key[:12] for key in packed.row_keys),
                 remedy="Look at these rows with `draftproof inspect`, or lower train.learning_rate; running again goes on before it.",
             )
@@ -103,8 +103,8 @@ def train(
         metrics.write(
             kind="step",
             step=step + 1,
-            loss=float(loss),
-            loss_by_step=[float(result.loss_sum) / len(result.starts) for result in results],
+            loss=value,
+            loss_by_step=[result.loss_sum.item() / len(result.starts) for result in results],
             accuracy_by_step=[float(result.hits.float().mean()) for result in results],
             learning_rate=rate,
             gradient_norm=norm,
@@ -122,7 +122,7 @@ def train(
         if step + 1 in save_at:
             metrics.flush()
             save_checkpoint(out, position, draft, optimizer, best)
-        meter.advance(1, note=f"loss {float(loss):.3f}  length {position.best_length:.2f}")
+        meter.advance(1, note=f"loss {value:.3f}  length {position.best_length:.2f}")
     metrics.flush()
     return Trained(position, best, tokens / max(time.monotonic() - started, 1e-9), last)
 
