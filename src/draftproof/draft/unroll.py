@@ -158,7 +158,7 @@ def _attend(
     Returns [n_k, heads, D]. One document at a time: the scores of a document need rows x length, never N x N.
     """
     kv_heads, head_dim = prefix_k.shape[1:]
-    query = query.unflatten(1, (kv_heads, -1)).float() * head_dim**-0.5  # [n_k, kv_heads, group, D]
+    query = query.reshape(len(query), kv_heads, -1, head_dim).float() * head_dim**-0.5  # [n_k, kv_heads, group, D]
     own = torch.stack([torch.einsum("nhgd,nhd->nhg", query, key.float()) for key, _ in chain], dim=-1) if chain else None
     parts: list[Tensor] = []
     first = 0

@@ -295,7 +295,7 @@ class EagleDrafter:
     def _attend(self, query: Tensor, start: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
         """query [B, heads, D]; step-0 keys at positions <= start, then this chain's own. Returns [B, heads, D]."""
         kv_heads, head_dim = self._keys.shape[2:]
-        grouped = query.unflatten(1, (kv_heads, -1)) * head_dim**-0.5
+        grouped = query.reshape(len(query), kv_heads, -1, head_dim) * head_dim**-0.5
         keys = torch.cat([self._keys, *(key[:, None] for key, _ in own)], dim=1)
         values = torch.cat([self._values, *(value[:, None] for _, value in own)], dim=1)
         scores = torch.einsum("bhgd,blhd->bhgl", grouped.float(), keys.float())
