@@ -1,0 +1,144 @@
+"""A child process that cannot outlive its work.
+
+Engines start processes of their own, and those outlive a parent that is killed: they keep the memory and go on
+computing. All of them stay in the session of the process that started them, so that session is what is owned here:
+
+    run_supervised(command, env=..., log=path, timeout_s=600, what="vLLM")
+
+However this ends (done, failed, out of time, Ctrl-C), the session is empty when it returns or raises. When *this*
+process is killed, the child notices by itself, see `end_with_parent`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from draftproof.errors import DraftproofError
+
+GRACE_S = 10.0
+"""For processes to end by themselves after the child's own end, and again after SIGTERM (a busy engine needs 6 s)."""
+LOOK_EVERY_S = 0.1
+
+_PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\)\s*)?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\s[\d-]+\s[\d:]+\s(?:\[[^\]]*\]\s?)?)?")
+_ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]*(?:Error|Exception|Interrupt|Exit|Exceeded)\b.*")
+
+
+def run_supervised(command: Sequence[str], *, env: Mapping[str, str], log: Path, timeout_s: float, what: str) -> None:
+    """Run `command` in a session of its own, output to `log`; returns when it ended well and nothing of it is left.
+
+    Raises DraftproofError with the first real error of the log when it fails, or when it takes longer than `timeout_s`.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as stream:
+        child = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
+            list(command), stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True
+        )
+    try:
+        code = child.wait(timeout_s)
+        end_session(child.pid, grace_s=GRACE_S)
+    except subprocess.TimeoutExpired:
+        end_session(child.pid)
+        child.wait()
+        raise DraftproofError(
+            f"{what} did not finish within {timeout_s:.0f} s; it was ended.",
+            where=str(log),
+            remedy="Read the log; fewer prompts take less time.",
+        ) from None
+    except BaseException:  # Ctrl-C, or anything else: nothing may be left behind
+        end_session(child.pid)
+        child.wait()
+        raise
+    if code != 0:
+        raise DraftproofError(f"{what} failed: {first_error(log)}", where=str(log), remedy="The log has the whole story.")
+
+
+def end_session(session: int, *, grace_s: float = 0.0) -> None:
+    """End every process of a session that this process started; returns when none is left.
+
+    Waits `grace_s` for them to go by themselves, then SIGTERM, then SIGKILL. Raises DraftproofError naming what
+    could not be ended.
+    """
+    try:
+        if _emptied(session, grace_s):
+            return
+        for process in members(session):
+            _send(process, psutil.Process.terminate)
+        if _emptied(session, GRACE_S):
+            return
+    except BaseException:
+        for process in members(session):
+            _send(process, psutil.Process.kill)
+        raise
+    for process in members(session):
+        _send(process, psutil.Process.kill)
+    if not _emptied(session, GRACE_S):
+        left = ", ".join(f"{process.pid} ({process.name()})" for process in members(session))
+        raise DraftproofError(f"Processes of an engine could not be ended: {left}.", remedy="Look at them by hand before starting another.")
+
+
+def members(session: int) -> list[psutil.Process]:
+    """Processes of a session that still run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def end_with_parent(parent: int) -> None:
+    """Called in the child: once process `parent` is gone, end the child's whole session, itself last."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        me, session = os.getpid(), os.getsid(0)
+        others = [process for process in members(session) if process.pid != me]
+        for process in others:
+            _send(process, psutil.Process.terminate)
+        _, stubborn = psutil.wait_procs(others, timeout=GRACE_S)
+        for process in stubborn:
+            _send(process, psutil.Process.kill)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def first_error(log: Path) -> str:
+    """The sentence that began the trouble: the end of the log's first traceback, else its first error line, else its last line."""
+    lines = [_PREFIX.sub("", line).rstrip() for line in log.read_text(errors="replace").splitlines()]
+    start = next((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")), None)
+    if start is not None:
+        for line in lines[start:]:
+            if _ERROR.match(line):
+                return line
+    marked = [line for line in log.read_text(errors="replace").splitlines() if re.search(r"\bERROR\b|\b[Ee]rror:", line)]
+    if marked:
+        return _PREFIX.sub("", marked[0]).strip()
+    return next((line for line in reversed(lines) if line.strip()), "it wrote nothing")
+
+
+def _emptied(session: int, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while members(session):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(LOOK_EVERY_S)
+    return True
+
+
+def _send(process: psutil.Process, signal: Callable[[psutil.Process], None]) -> None:
+    """psutil compares the start time first, so a recycled pid is not hit."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        signal(process)
