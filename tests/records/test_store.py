@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from draftproof.artifact import hash_file
-from draftproof.errors import DamagedArtifact, DataError, DraftproofError
+from draftproof.errors import DamagedArtifact, DataError, DraftproofError, OtherRunsWork
 from draftproof.records import store as store_module
 from draftproof.records.store import Store, StoreLayout, StoreWriter, plan_shards, token_bytes
 
@@ -217,7 +217,7 @@ def test_a_second_writer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_another_layout_is_refused(tmp_path: Path) -> None:
     _write(tmp_path, [3], 10)
-    with pytest.raises(DamagedArtifact, match="another layout"):
+    with pytest.raises(OtherRunsWork, match=r'layout\.codec: "bf16" there, "fp8" wanted'):
         StoreWriter(tmp_path, _layout("fp8"), [[0]])
 
 

@@ -31,6 +31,8 @@ class StoreLayout:
     """How aux states are stored: bf16 or fp8."""
     vocab_size: int
     """V, rows of the target's LM head; teacher_top1 lies below it."""
+    dtype: str = "float32"
+    """What the target computed in. Stored in bf16 or fp8 all the same, but states of two dtypes do not mix."""
 
     def __post_init__(self) -> None:
         if self.codec not in CODECS:
@@ -48,7 +50,7 @@ class StoreLayout:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> StoreLayout:
         """The inverse of to_json."""
-        return cls(tuple(value["boundaries"]), value["hidden_size"], value["codec"], value["vocab_size"])
+        return cls(tuple(value["boundaries"]), value["hidden_size"], value["codec"], value["vocab_size"], value["dtype"])
 
 
 def token_bytes(layout: StoreLayout) -> int:

@@ -29,8 +29,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from draftproof.artifact import Journal, hash_bytes, hash_file, read_json, sync_folder, write_json
-from draftproof.errors import DamagedArtifact, DataError, DraftproofError, Stopped
+from draftproof.artifact import Journal, differing_fields, hash_bytes, hash_file, read_json, sync_folder, write_json
+from draftproof.errors import DamagedArtifact, DataError, DraftproofError, OtherRunsWork, Stopped
 from draftproof.records.codec import decode, encode
 from draftproof.records.layout import StoreLayout, plan_shards, token_bytes
 
@@ -68,9 +68,11 @@ class StoreWriter:
         self._journal = Journal(folder / JOURNAL)
         self._lock: int | None = _lock(folder / JOURNAL)
         wanted = {"layout": layout.to_json(), "shards": len(shards), "rows": sum(len(rows) for rows in shards)}
-        if (folder / STORE).exists() and read_json(folder / STORE) != wanted:
+        if (folder / STORE).exists() and (found := read_json(folder / STORE)) != wanted:
             self.close()
-            raise DamagedArtifact("The store there has another layout.", where=str(folder / STORE), remedy=_MAKE_AGAIN)
+            raise OtherRunsWork(
+                f"The store there has another layout: {differing_fields(found, wanted)[0]}.", where=str(folder / STORE), remedy=_MAKE_AGAIN
+            )
         for left_over in folder.glob(".*.tmp"):
             left_over.unlink()
         with _stops_on_full_disk(folder):
