@@ -167,13 +167,16 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, target: Target) -> tuple[int, .
 
 
 def closing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The control token that the template prints right after an assistant's content; empty when it prints none."""
-    text = render_text(tokenizer, [*_PROBE, {"role": "assistant", "content": _ANSWER}], add_generation_prompt=False)
-    _, _, tail = text.rpartition(_ANSWER)
-    if not tail.strip():
-        return ()
-    first = encode(tokenizer, tail.lstrip())[:1]
+    """The control token that the template prints first after an assistant's content; empty when it prints none."""
+    first = encode(tokenizer, closing_text(tokenizer).lstrip())[:1]
     return tuple(index for index in first if index in control_tokens(tokenizer).values())
+
+
+def closing_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the template prints after an assistant's content, such as `<|im_end|>` and a line break."""
+    text = render_text(tokenizer, [*_PROBE, {"role": "assistant", "content": _ANSWER}], add_generation_prompt=False)
+    _, found, tail = text.rpartition(_ANSWER)
+    return tail if found else ""
 
 
 def inserted_text(tokenizer: PreTrainedTokenizerBase) -> str:
