@@ -47,7 +47,7 @@ _SAMPLE = 5  # rows, and supervised tokens of each, shown in the report
 def run(task: StageTask, settings: DataSettings, target: Target) -> Outcome:
     """Write `rows/`, `dropped.jsonl` and `report.json`. Raises DataError when too few conversations are kept."""
     tokenizer = load_tokenizer(target)
-    renderer = Renderer(tokenizer, stop_ids(tokenizer, target), settings.max_length)
+    renderer = Renderer(tokenizer, stop_ids(tokenizer, target), settings.max_length, target.config.vocab_size)
     sources = _sources(settings, task.inputs)
     bad = BadLines(settings.skip_bad_lines)
     tally = _Tally(_held_out_prompts(settings, bad))

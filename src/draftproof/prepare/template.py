@@ -51,8 +51,8 @@ class _TurnText:
 class Renderer:
     """Turns conversations into masked rows; holds what is known of the template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], max_length: int) -> None:
-        self.tokenizer, self.stops, self.max_length = tokenizer, frozenset(stops), max_length
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], max_length: int, vocab_size: int) -> None:
+        self.tokenizer, self.stops, self.max_length, self.vocab_size = tokenizer, frozenset(stops), max_length, vocab_size
         self.inserted = inserted_text(tokenizer)
         self.closing = sum(token in self.stops for token in encode(tokenizer, closing_text(tokenizer)))
 
@@ -131,7 +131,7 @@ class Renderer:
             not self.stops.intersection(body)
             and not message.get("reasoning_content")
             and not (stopped and conversation.finish_reason not in ENDED)
-            and max(given) < self._vocabulary
+            and max(given) < self.vocab_size
             and decode(self.tokenizer, body) == message["content"]
         )
         if not fits:
@@ -140,10 +140,6 @@ class Renderer:
         prompt = ids[text.prompt.removesuffix(self.inserted)] if self.inserted else ids[text.prompt]
         result.given_ids, result.retokenised = True, turn is None or turn.answer != given
         return Turn(text.message, prompt, given)
-
-    @property
-    def _vocabulary(self) -> int:
-        return max(len(self.tokenizer), self.tokenizer.vocab_size)
 
     def _finish(self, result: Rendered, turns: list[Turn], reasons: list[str]) -> None:
         """Assemble, cut, and settle whether the conversation is kept, changed or dropped."""
@@ -154,7 +150,9 @@ class Renderer:
             cut = row.cut(self.max_length)
             if len(cut.ids) < len(row.ids):
                 _note(result.changes, "cut to max_length")
-            if cut.can_draft():
+            if cut.ids.max(initial=0) >= self.vocab_size:
+                reasons.append("a token id outside the target's vocabulary")
+            elif cut.can_draft():
                 result.rows.append(cut)
             else:
                 shorter = len(cut.ids) < len(row.ids)

@@ -149,6 +149,14 @@ class RowTable:
         """bool [T]"""
         return self._mask[self._offsets[index] : self._offsets[index + 1]]
 
+    def conversation_keys(self) -> np.ndarray:
+        """object [rows]: the conversation key of each row."""
+        return np.array(self._text["conversation_key"].to_pylist(), dtype=object)
+
+    def finish_reasons(self) -> np.ndarray:
+        """object [rows]: how each row's last answer ended, `` where the source does not say."""
+        return np.array(self._text["finish_reason"].to_pylist(), dtype=object)
+
     def supervised_ids(self, split: Split) -> np.ndarray:
         """int32: every supervised token id of a split, row after row."""
         chosen = np.repeat(self._splits == split, self.lengths)
