@@ -10,7 +10,8 @@ import numpy as np
 
 from draftproof.extract.canary import run_canary
 from draftproof.extract.engines.transformers import TransformersEngine
-from draftproof.gate.gate import GateContext
+from draftproof.gate.gate import GateContext, enforce, run_gate
+from draftproof.gate.parity import parity_batching, parity_boundaries, parity_logprobs, parity_rows
 from draftproof.progress import Progress
 from draftproof.recipe import ExtractSettings, Recipe, TargetSettings
 from draftproof.records.layout import StoreLayout
@@ -83,3 +84,14 @@ def gate_context(
         {"target": {"model": "unused"}, "data": {"train": ["unused"]}, "run": {"dir": "unused", "device": "cpu"}}
     )
     return GateContext("extract", "loaded", recipe, target, inputs or {}, out, None, evidence)
+
+
+def gate_checkpoint(target: Target) -> Checkpoint:
+    """The real gate of extraction at the point `loaded`; other points pass."""
+
+    def checkpoint(point: str, evidence: Any) -> None:
+        if point == "loaded":
+            checks = (parity_rows, parity_logprobs, parity_batching, parity_boundaries)
+            enforce(run_gate(gate_context(target, evidence), checks, protects="the bulk"))
+
+    return checkpoint

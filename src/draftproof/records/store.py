@@ -67,16 +67,11 @@ class StoreWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._journal = Journal(folder / JOURNAL)
         self._lock: int | None = _lock(folder / JOURNAL)
-        wanted = {"layout": layout.to_json(), "shards": len(shards), "rows": sum(len(rows) for rows in shards)}
-        if (folder / STORE).exists() and (found := read_json(folder / STORE)) != wanted:
+        try:
+            self._open()
+        except BaseException:
             self.close()
-            raise OtherRunsWork(
-                f"The store there has another layout: {differing_fields(found, wanted)[0]}.", where=str(folder / STORE), remedy=_MAKE_AGAIN
-            )
-        for left_over in folder.glob(".*.tmp"):
-            left_over.unlink()
-        with _stops_on_full_disk(folder):
-            write_json(folder / STORE, wanted)
+            raise
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -146,6 +141,20 @@ class StoreWriter:
                     "rows": len(row_keys),
                     "tokens": len(token_ids),
                 }
+            )
+
+    def _open(self) -> None:
+        """Write what the store is, or compare it with what is there; clear away what a kill left."""
+        wanted = {"layout": self.layout.to_json(), "shards": len(self.shards), "rows": sum(len(rows) for rows in self.shards)}
+        about = self.folder / STORE
+        for left_over in self.folder.glob(".*.tmp"):
+            left_over.unlink()
+        if not about.exists():
+            with _stops_on_full_disk(self.folder):
+                write_json(about, wanted)
+        elif (found := read_json(about)) != wanted:
+            raise OtherRunsWork(
+                f"The store there has another layout: {differing_fields(found, wanted)[0]}.", where=str(about), remedy=_MAKE_AGAIN
             )
 
     def _check(
