@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from draftproof.draft.eagle3 import DraftConfig, Eagle3Draft
 from draftproof.export.schema import Verifier
@@ -76,3 +79,20 @@ def masters(draft: Eagle3Draft) -> dict[str, torch.Tensor]:
 def target_in(folder: Path, dtype: str = "auto") -> Target:
     """The target of a folder, computing in `dtype`."""
     return open_target(TargetSettings.model_validate({"model": str(folder), "dtype": dtype}))
+
+
+def spoil(
+    folder: Path,
+    *,
+    config: Callable[[dict[str, Any]], object] | None = None,
+    tensors: Callable[[dict[str, torch.Tensor]], object] | None = None,
+) -> None:
+    """Change an exported folder in place, as a faulty exporter would have written it."""
+    if config is not None:
+        values = json.loads((folder / "config.json").read_text())
+        config(values)
+        (folder / "config.json").write_text(json.dumps(values, sort_keys=True))
+    if tensors is not None:
+        held = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+        tensors(held)
+        save_file(held, folder / "model.safetensors")

@@ -203,9 +203,9 @@ def _sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "eps": "rms_norm_eps",
     }
     if absent := [key for key in (*names.values(), "hidden_act") if config.get(key) is None]:
-        raise _refused(f"the config lacks {', '.join(absent)}", where)
+        raise _refused(f"The config lacks {', '.join(absent)}", where)
     if config["hidden_act"] != "silu" or config.get("num_hidden_layers") != 1 or config.get("attention_bias") or config.get("mlp_bias"):
-        raise _refused("only one decoder layer with silu and without biases can be checked", where)
+        raise _refused("Only one decoder layer with silu and without biases can be checked", where)
     sizes = {ours: config[key] for ours, key in names.items()}
     sizes["kv_heads"] = config.get("num_key_value_heads") or sizes["heads"]
     sizes["head_dim"] = config.get("head_dim") or sizes["hidden_size"] // sizes["heads"]
@@ -231,4 +231,4 @@ def _default_boundaries(verifier: Verifier) -> tuple[int, ...]:
 
 
 def _refused(what: str, where: str) -> DataError:
-    return DataError(f"{what[0].upper()}{what[1:]}.", where=where, remedy="Export again with --from export.")
+    return DataError(f"{what}.", where=where, remedy="Export again with --from export.")
