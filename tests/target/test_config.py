@@ -64,7 +64,11 @@ def test_saved_tiny_target(tm_folder: Path) -> None:
         ({"num_key_value_heads": None}, "kv_heads", 32),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantization", "compressed-tensors"),
         ({"rope_scaling": None}, "rope_parameters", {"rope_type": "default", "rope_theta": 500000.0}),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters", {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0}),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_parameters",
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0},
+        ),
     ],
 )
 def test_families(changes: dict[str, Any], field: str, wanted: Any) -> None:
