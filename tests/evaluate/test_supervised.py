@@ -98,6 +98,8 @@ def test_the_first_real_error_of_an_engine_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(
         "INFO 12-01 07:00:00 [utils.py:233] non-default args\n"
+        "(MainProcess pid=9) WARNING 12-01 07:00:01 [base.py:380] Traceback (most recent call last):\n"
+        "(MainProcess pid=9) WARNING 12-01 07:00:01 [base.py:380] ValueError: Tokenizer not available\n"
         "(EngineCore pid=12) ERROR 12-01 07:00:09 [core.py:1133] EngineCore failed to start.\n"
         "(EngineCore pid=12) ERROR 12-01 07:00:09 [core.py:1133] Traceback (most recent call last):\n"
         '(EngineCore pid=12) ERROR 12-01 07:00:09 [core.py:1133]   File "core.py", line 1, in run\n'
@@ -107,6 +109,16 @@ def test_the_first_real_error_of_an_engine_log(tmp_path: Path) -> None:
         "RuntimeError: Engine core initialization failed. See root cause above.\n"
     )
     assert first_error(log) == "ValueError: there is no parameter named 'extra'"
+
+
+def test_a_log_without_a_traceback_gives_its_error_line_or_its_last(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("INFO 12-01 07:00:00 [a.py:1] starting\n/bin/python: error: no such option\ngoodbye\n")
+    assert first_error(log) == "/bin/python: error: no such option"
+    log.write_text("Killed\n\n")
+    assert first_error(log) == "Killed"
+    log.write_text("")
+    assert first_error(log) == "it wrote nothing"
 
 
 def _wait_for(path: Path) -> None:

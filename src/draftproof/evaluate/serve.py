@@ -93,7 +93,7 @@ def serve(
     with tempfile.TemporaryDirectory(prefix="draftproof-serve-") as folder:
         request, result = Path(folder, "request.json"), Path(folder, "result.json")
         asked = ServeRequest(
-            draft=str(draft),
+            draft=str(draft.resolve()),
             target=str(target.folder),
             trust_remote_code=target.settings.trust_remote_code,
             prompts=[[int(token) for token in prompt] for prompt in prompts],

@@ -29,6 +29,7 @@ GRACE_S = 10.0
 LOOK_EVERY_S = 0.1
 
 _PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\)\s*)?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\s[\d-]+\s[\d:]+\s(?:\[[^\]]*\]\s?)?)?")
+_HARMLESS = re.compile(r"^(?:\([^)]*pid=\d+\)\s*)?(?:DEBUG|INFO|WARNING)\s")
 _ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]*(?:Error|Exception|Interrupt|Exit|Exceeded)\b.*")
 
 
@@ -116,17 +117,16 @@ def end_with_parent(parent: int) -> None:
 
 
 def first_error(log: Path) -> str:
-    """The sentence that began the trouble: the end of the log's first traceback, else its first error line, else its last line."""
-    lines = [_PREFIX.sub("", line).rstrip() for line in log.read_text(errors="replace").splitlines()]
-    start = next((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")), None)
-    if start is not None:
-        for line in lines[start:]:
-            if _ERROR.match(line):
-                return line
-    marked = [line for line in log.read_text(errors="replace").splitlines() if re.search(r"\bERROR\b|\b[Ee]rror:", line)]
-    if marked:
-        return _PREFIX.sub("", marked[0]).strip()
-    return next((line for line in reversed(lines) if line.strip()), "it wrote nothing")
+    """The sentence that began the trouble: the end of the log's first traceback, else its first error line, else its last line.
+
+    Tracebacks that an engine logs as a warning are not trouble: it went on.
+    """
+    raw = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and not _HARMLESS.match(line)]
+    lines = [_PREFIX.sub("", line).strip() for line in raw]
+    start = next((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")), len(lines))
+    ended = [line for line in lines[start:] if _ERROR.match(line)]
+    marked = [line for line, whole in zip(lines, raw, strict=True) if re.search(r"\bERROR\b|\b[Ee]rror:", whole)]
+    return (ended or marked or lines[-1:] or ["it wrote nothing"])[0]
 
 
 def _emptied(session: int, within_s: float) -> bool:
