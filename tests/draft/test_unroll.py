@@ -101,7 +101,7 @@ def test_a_packed_document_is_as_if_alone(make_draft: Callable[..., Eagle3Draft]
     for together, single in zip(packed, alone, strict=True):
         in_document = together.starts >= 13
         assert (together.starts[in_document] - 13).tolist() == single.starts.tolist()
-        assert torch.allclose(together.state[in_document], single.state, atol=1e-6)
+        assert torch.allclose(together.state[in_document], single.state, atol=1e-5)
 
 
 def test_gradients_reach_exactly_what_the_naive_loop_reaches(make_draft: Callable[..., Eagle3Draft]) -> None:
@@ -153,7 +153,7 @@ def test_logits_get_gradient_only_where_they_count(make_draft: Callable[..., Eag
 def test_nothing_to_draft_gives_an_empty_plan(make_draft: Callable[..., Eagle3Draft]) -> None:
     tokens, aux, embedding = _packed()
     plan = plan_unroll(np.zeros(25, dtype=bool), np.zeros(25, dtype=bool), LENGTHS, 3)
-    assert plan.steps == 0
+    assert plan.steps == ()
     assert list(unroll(make_draft(), plan, tokens, aux, embedding)) == []
 
 

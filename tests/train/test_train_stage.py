@@ -143,5 +143,5 @@ def test_the_mask_is_joined_from_the_rows(tiny_run: TinyRun) -> None:
     first, second = rows.row(2), rows.row(5)
     assert batch.turns == (first.turn_start[0] - 1, len(first.token_ids) + second.turn_start[0] - 1)
     expected = list(range(first.turn_start[0] - 1, len(first.token_ids) - 2))
-    assert sorted(start for start in batch.plan.starts.tolist() if start < len(first.token_ids)) == expected
+    assert sorted(start for start in batch.plan.steps[0].starts.tolist() if start < len(first.token_ids)) == expected
     assert torch.equal(batch.token_ids[: len(first.token_ids)], torch.from_numpy(first.token_ids).long())

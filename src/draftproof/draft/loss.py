@@ -75,5 +75,5 @@ def unrolled_loss(
 
 def _teacher_indices(plan: UnrollPlan) -> Tensor:
     """int64: every index whose target distribution some counted row is compared with, ascending."""
-    spans = [plan.starts[plan.depth > k] + 1 + k for k in range(plan.steps)]
+    spans = [step.starts + 1 + k for k, step in enumerate(plan.steps)]
     return torch.unique(torch.cat(spans)) if spans else torch.zeros(0, dtype=torch.int64)

@@ -28,28 +28,43 @@ from draftproof.draft.eagle3 import Eagle3Draft
 
 
 @dataclass(frozen=True)
-class UnrollPlan:
-    """Which indices draft, for how many steps, and where their keys lie. Made on the CPU from masks alone."""
+class Group:
+    """Some documents of like length, whose rows attend together, padded to R rows and Ld keys a document."""
 
+    rows: Tensor
+    """int64 [documents, R]: index among the step's rows; padded with the document's first row."""
+    keys: Tensor
+    """int64 [documents, Ld]: packed index of each key; padded ones lie behind every row's own index."""
+    back: Tensor
+    """int64 [rows of the group]: where each row stands in the flattened [documents, R]."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The rows of one unrolled step."""
+
+    keep: Tensor
+    """int64 [n_k]: which rows of the step before go on; all of them at step 0."""
     starts: Tensor
-    """int64 [n]: the indices that draft, grouped by document, in each the ones with most steps first."""
-    depth: Tensor
-    """int64 [n]: counted steps of each row, 1..S."""
+    """int64 [n_k]: t of each row, grouped by document."""
+    groups: tuple[Group, ...]
+    """Together all rows, in order."""
+
+
+@dataclass(frozen=True)
+class UnrollPlan:
+    """Which indices draft, for how many steps, and which keys they see. Made on the CPU from masks alone."""
+
     positions: Tensor
     """int64 [N]: position of each packed token in its document."""
-    documents: tuple[tuple[int, int], ...]
-    """First and one-past-last packed index of each document that drafts."""
-    rows_by_step: tuple[tuple[int, ...], ...]
-    """For each step k, for each drafting document: how many of its rows are still counted."""
-
-    @property
-    def steps(self) -> int:
-        """S of this plan: no later step has a counted row."""
-        return len(self.rows_by_step)
+    depth: Tensor
+    """int64 [N]: counted steps of each index, 0..S."""
+    steps: tuple[StepPlan, ...]
+    """At most S; no later step has a row."""
 
     def counted(self, step: int) -> int:
         """n_k"""
-        return sum(self.rows_by_step[step])
+        return len(self.steps[step].starts) if step < len(self.steps) else 0
 
 
 @dataclass(frozen=True)
@@ -85,96 +100,113 @@ def plan_unroll(supervised: np.ndarray, turn_start: np.ndarray, lengths: np.ndar
     depth = counted_steps(supervised, turn_start, lengths, steps)
     ends = np.cumsum(lengths)
     begins = ends - lengths
-    starts: list[np.ndarray] = []
-    documents: list[tuple[int, int]] = []
-    rows: list[np.ndarray] = []
-    for begin, end in zip(begins, ends, strict=True):
-        local = np.flatnonzero(depth[begin:end])
-        if len(local):
-            local = local[np.argsort(-depth[begin:end][local], kind="stable")] + begin
-            starts.append(local)
-            documents.append((int(begin), int(end)))
-            rows.append(np.array([(depth[local] > k).sum() for k in range(steps)]))
-    by_step = [tuple(int(r[k]) for r in rows) for k in range(steps)]
-    flat = np.concatenate(starts) if starts else np.zeros(0, dtype=np.int64)
-    return UnrollPlan(
-        starts=torch.from_numpy(flat),
-        depth=torch.from_numpy(depth[flat]),
-        positions=torch.from_numpy(
-            np.concatenate([np.arange(length) for length in lengths]) if len(lengths) else np.zeros(0, dtype=np.int64)
-        ),
-        documents=tuple(documents),
-        rows_by_step=tuple(counts for counts in by_step if sum(counts)),
-    )
+    order = np.array([d for d in np.argsort(-lengths, kind="stable") if depth[begins[d] : ends[d]].any()], dtype=np.int64)
+    groups = _like_lengths(lengths[order].tolist())
+    rows = [begins[d] + np.flatnonzero(depth[begins[d] : ends[d]]) for d in order]
+    before = np.zeros(0, dtype=np.int64)
+    planned: list[StepPlan] = []
+    for k in range(steps):
+        now = [starts[depth[starts] > k] for starts in rows]
+        starts = np.concatenate(now) if now else before
+        if not len(starts):
+            break
+        counts = np.array([len(document) for document in now])
+        offsets = np.cumsum(counts) - counts
+        planned.append(
+            StepPlan(
+                keep=torch.from_numpy(np.arange(len(starts)) if k == 0 else np.flatnonzero(depth[before] > k)),
+                starts=torch.from_numpy(starts),
+                groups=tuple(
+                    _group(begins[kept], int(lengths[kept].max()), counts[chosen][there], offsets[chosen][there], len(supervised))
+                    for chosen in groups
+                    if (there := counts[chosen] > 0).any() and len(kept := order[chosen][there])
+                ),
+            )
+        )
+        before = starts
+    positions = np.arange(len(supervised)) - np.repeat(begins, lengths)
+    return UnrollPlan(torch.from_numpy(positions), torch.from_numpy(depth), tuple(planned))
 
 
 def unroll(draft: Eagle3Draft, plan: UnrollPlan, token_ids: Tensor, aux: Tensor, embedding: Tensor) -> Iterator[StepOutput]:
     """Run the steps of a plan.
 
-    token_ids int64 [N]; aux [N, A, H] in the compute dtype; embedding [V, h], the target's. Yields one
-    StepOutput a step; states keep their graph, so that losses of all steps can be summed and sent back.
+    token_ids int64 [N]; aux [N, A, H]; embedding [V, h], the target's. Yields one StepOutput a step; states keep
+    their graph, so that losses of all steps can be summed and sent back.
     """
+    device = aux.device
     layer, attention = draft.layer, draft.layer.self_attn
-    dtype = draft.fc.weight.dtype if not torch.is_autocast_enabled(aux.device.type) else torch.get_autocast_dtype(aux.device.type)
-    starts, positions = plan.starts.to(aux.device), plan.positions.to(aux.device)
-    g = draft.fuse(aux.to(dtype))
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else draft.fc.weight.dtype
+    positions = plan.positions.to(device)
+    state = draft.fuse(aux.to(dtype))  # g
 
     following = torch.cat([token_ids[1:], token_ids[-1:]])  # x[t+1]; the last has none and is never attended
-    x = layer.inputs(embedding[following].to(dtype), g)
-    prefix_k, prefix_v = attention.key_value(x, draft.rotation(positions))  # [N, kv_heads, D]
-
-    state = g[starts]
-    chain: list[tuple[Tensor, Tensor]] = []  # keys and values of steps 1..k, one a row: [n_k, kv_heads, D]
-    depth = plan.depth.to(aux.device)
-    for k in range(plan.steps):
-        if k == 0:
-            x = x[starts]
-        else:
-            keep = torch.nonzero(depth > k)[:, 0]
-            starts, depth, state = starts[keep], depth[keep], draft.feedback(state[keep])
-            chain = [(key[keep], value[keep]) for key, value in chain]
-            x = layer.inputs(embedding[token_ids[starts + 1 + k]].to(dtype), state)
+    x = layer.inputs(embedding[following].to(dtype), state)
+    prefix = attention.key_value(x, draft.rotation(positions))  # each [N, kv_heads, D]
+    chain: list[tuple[Tensor, Tensor]] = []  # keys and values of steps 1..k, one a row: each [n_k, kv_heads, D]
+    for k, step in enumerate(plan.steps):
+        starts = step.starts.to(device)
         rotation = draft.rotation(positions[starts] + k)
-        query = attention.query(x, rotation)
-        if k > 0:
-            chain.append(attention.key_value(x, rotation))
-        attended = _attend(query, starts, prefix_k, prefix_v, chain, plan.documents, plan.rows_by_step[k])
-        state = layer.finish(state, attended)
+        if k == 0:
+            x, state = x[starts], state[starts]
+            query = attention.query(x, rotation)
+        else:
+            keep = step.keep.to(device)
+            state = draft.feedback(state[keep])
+            x = layer.inputs(embedding[token_ids[starts + 1 + k]].to(dtype), state)
+            query = attention.query(x, rotation)
+            chain = [(key[keep], value[keep]) for key, value in chain] + [attention.key_value(x, rotation)]
+        state = layer.finish(state, _attend(query, starts, prefix, chain, step.groups))
         yield StepOutput(k, starts, state)
 
 
 def _attend(
-    query: Tensor,
-    starts: Tensor,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    chain: list[tuple[Tensor, Tensor]],
-    documents: tuple[tuple[int, int], ...],
-    rows: tuple[int, ...],
+    query: Tensor, starts: Tensor, prefix: tuple[Tensor, Tensor], chain: list[tuple[Tensor, Tensor]], groups: tuple[Group, ...]
 ) -> Tensor:
     """Each row attends to its document's step-0 keys up to its own index, and to its own later keys.
 
-    query [n_k, heads, D] grouped by document as `rows` says; prefix [N, kv_heads, D]; chain of [n_k, kv_heads, D].
-    Returns [n_k, heads, D]. One document at a time: the scores of a document need rows x length, never N x N.
+    query [n_k, heads, D]; prefix [N, kv_heads, D] each; chain of [n_k, kv_heads, D] each. Returns [n_k, heads, D].
+    Scores need rows x length of each document, never N x N. Softmax in float32.
     """
-    kv_heads, head_dim = prefix_k.shape[1:]
-    query = query.reshape(len(query), kv_heads, -1, head_dim).float() * head_dim**-0.5  # [n_k, kv_heads, group, D]
-    own = torch.stack([torch.einsum("nhgd,nhd->nhg", query, key.float()) for key, _ in chain], dim=-1) if chain else None
+    keys, values = prefix
+    kv_heads, head_dim = keys.shape[1:]
+    query = query.reshape(len(query), kv_heads, -1, head_dim) * head_dim**-0.5  # [n_k, kv_heads, per kv head, D]
+    own = torch.stack([(query * key[:, :, None]).sum(-1, dtype=torch.float32) for key, _ in chain], dim=-1) if chain else None
     parts: list[Tensor] = []
-    first = 0
-    for (begin, end), count in zip(documents, rows, strict=True):
-        if not count:
-            continue
-        chosen = slice(first, first + count)
-        scores = torch.einsum("nhgd,lhd->nhgl", query[chosen], prefix_k[begin:end].float())
-        future = torch.arange(begin, end, device=starts.device)[None] > starts[chosen, None]  # [count, length]
-        scores = scores.masked_fill(future[:, None, None], float("-inf"))
+    for group in groups:
+        row, key = group.rows.to(starts.device), group.keys.to(starts.device)
+        scores = torch.einsum("brhgd,blhd->brhgl", query[row], keys[key]).float()
+        future = key[:, None] > starts[row][..., None]  # [documents, R, Ld]
+        scores = scores.masked_fill(future[:, :, None, None], float("-inf"))
+        length = scores.shape[-1]
         if own is not None:
-            scores = torch.cat([scores, own[chosen]], dim=-1)
-        weights = scores.softmax(dim=-1)
-        attended = torch.einsum("nhgl,lhd->nhgd", weights[..., : end - begin], prefix_v[begin:end].float())
+            scores = torch.cat([scores, own[row]], dim=-1)
+        weights = scores.softmax(dim=-1).to(values.dtype)
+        attended = torch.einsum("brhgl,blhd->brhgd", weights[..., :length], values[key])
         for j, (_, value) in enumerate(chain):
-            attended = attended + weights[..., end - begin + j, None] * value[chosen, :, None].float()
-        parts.append(attended)
-        first += count
-    return torch.cat(parts).flatten(1, 2).to(prefix_v.dtype)
+            attended = attended + weights[..., length + j, None] * value[row][:, :, :, None]
+        parts.append(attended.flatten(0, 1)[group.back.to(starts.device)])
+    return torch.cat(parts).flatten(1, 2)
+
+
+LIKE = 1.5
+"""Documents attend together when the longest is at most this many times the shortest: few groups, little padding."""
+
+
+def _like_lengths(descending: list[int]) -> list[slice]:
+    groups: list[slice] = []
+    for index, length in enumerate(descending):
+        if groups and descending[groups[-1].start] <= LIKE * length:
+            groups[-1] = slice(groups[-1].start, index + 1)
+        else:
+            groups.append(slice(index, index + 1))
+    return groups
+
+
+def _group(begins: np.ndarray, longest: int, counts: np.ndarray, offsets: np.ndarray, tokens: int) -> Group:
+    """`begins`: first packed index of each document; `counts` (at least 1) and `offsets`: its rows among the step's."""
+    column = np.arange(counts.max())
+    inside = column[None] < counts[:, None]  # [documents, R]
+    rows = np.where(inside, offsets[:, None] + column[None], offsets[:, None])
+    keys = np.minimum(begins[:, None] + np.arange(longest)[None], tokens - 1)
+    return Group(torch.from_numpy(rows), torch.from_numpy(keys), torch.from_numpy(np.flatnonzero(inside)))

@@ -59,8 +59,7 @@ def forecast(draft: Eagle3Draft, batches: Iterable[Batch], embedding: Tensor, te
                 embedding=embedding,
                 teacher=teacher,
             )
-        depth = np.zeros(len(batch.token_ids), dtype=np.int64)
-        depth[batch.plan.starts.numpy()] = batch.plan.depth.numpy()
+        depth = batch.plan.depth.numpy()
         hit = np.zeros((len(batch.token_ids), steps), dtype=bool)
         for k, result in enumerate(results):
             hit[result.starts.cpu().numpy(), k] = result.hits.cpu().numpy()
