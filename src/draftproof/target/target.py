@@ -11,6 +11,7 @@ tokenizer can work without them); `weights()` does.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,15 +71,15 @@ def open_target(settings: TargetSettings) -> Target:
 
     Raises UsageError when there is no such target, DataError when its config cannot be used.
     """
-    path = Path(settings.model).expanduser()
+    path = Path(os.path.expanduser(settings.model))
     revision = None
     if path.suffix == ".gguf":
         from draftproof.target.gguf import convert_gguf
 
         folder = convert_gguf(path, cache_dir())
-    elif path.is_dir():
+    elif settings.model and path.is_dir():
         folder = path.resolve()
-    elif path.exists():
+    elif path.is_file():
         raise UsageError(
             "The target is a file, but not a .gguf file.",
             where=str(path),
@@ -118,9 +119,12 @@ def _fingerprint(folder: Path, revision: str | None) -> str:
     )
 
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+
+
 def _is_hub_id(name: str) -> bool:
     parts = name.split("/")
-    return len(parts) <= 2 and all(part and part.strip(".") == part and not part.startswith("~") for part in parts)
+    return len(parts) <= 2 and all(_HUB_NAME.fullmatch(part) for part in parts)
 
 
 def _fetch(settings: TargetSettings) -> tuple[Path, str]:
