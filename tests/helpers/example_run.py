@@ -29,7 +29,8 @@ COUNTS: dict[str, dict[str, Any]] = {
     "prepare": {
         "conversations": {"in": 480, "kept": 366, "changed": {"cut to max_length": 3, "no end token after a length stop": 106},
                           "dropped": {"nothing supervised": 5}},
-        "rows_out": 475, "tokens": 74_902, "supervised_tokens": 51_377,
+        "rows_out": 475, "tokens": 74_902, "supervised_tokens": 51_377, "splits": {"train": 451, "validation": 24},
+        "finish_reasons": {"stop": 371, "length": 109},
     },
     "vocab": {"size": 4096, "target_size": 49_152, "coverage": {"train": 0.9871, "validation": 0.9764}, "filled": 912},
     "extract": {"rows": 475, "tokens": 74_902, "bytes": 345_000_000, "tokens_per_second": 803.0, "engine": "transformers"},
@@ -105,6 +106,16 @@ RESULT: dict[str, Any] = {
 }
 
 
+SAMPLE = [
+    {
+        "source": f"conversations.jsonl:{line}",
+        "before_text": ["<|im_end|>", "\n", "<|im_start|>", "assistant", "\n"],
+        "first_supervised_text": first,
+    }
+    for line, first in ((1, ["The", " sky", " is", " blue", " because"]), (97, ["Here", " are", " three", " ideas", ":"]))
+]
+
+
 def build_run(
     parent: Path,
     *,
@@ -159,6 +170,8 @@ def _files(stage: str, result: Mapping[str, Any]) -> dict[str, str]:
     if stage == "evaluate":
         timing = {"target_alone_tokens_per_second": 213.1, "draft_tokens_per_second": 253.2, "prompt_lookup_tokens_per_second": 219.7}
         return {"result.json": json.dumps(result), "timing.json": json.dumps(timing)}
+    if stage == "prepare":
+        return {"report.json": json.dumps({"sample": SAMPLE})}
     if stage == "vocab":
         return {"coverage.json": json.dumps(COUNTS["vocab"]["coverage"])}
     return {"work.bin": "x" * 4321}

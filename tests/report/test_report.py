@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +23,7 @@ MakeRun = Callable[..., Path]
 
 def page(run: Path) -> str:
     """The report's text, tags removed and spaces folded."""
-    html = write_report(run).read_text()
-    body = html.split("</style>", 1)[1]
+    body = write_report(run).read_text().split("</style>", 1)[1]
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body)).replace("&#39;", "'")
 
 
@@ -35,6 +35,7 @@ def test_a_finished_run(make_run: MakeRun) -> None:
     assert "Text 59 of 60 the same as by the target alone" in text
     assert "dropped: nothing supervised 5" in text
     assert "51,377 (68.6 %)" in text  # 51377 / 74902
+    assert "<|im_end|> ↵ <|im_start|> assistant ↵ then supervised: Here ␣are ␣three ␣ideas :" in html.unescape(text)
     assert "extract 1 min 44 s 1 min 33 s 346 MB 4.3 kB 1.3 GB 1.1 GB 803" in text  # predicted 104 s, took 93.3 s
     assert "Reason: Short answers are cut on purpose in this demo." in text
     assert "batch_tokens 4096 command line" in text
@@ -105,16 +106,16 @@ def test_no_run_folder(tmp_path: Path) -> None:
 
 
 def test_the_page_allows_itself_nothing_but_its_own_style(make_run: MakeRun) -> None:
-    html = write_report(make_run()).read_text()
-    style = re.search(r"<style>(.*?)</style>", html, re.DOTALL)
+    source = write_report(make_run()).read_text()
+    style = re.search(r"<style>(.*?)</style>", source, re.DOTALL)
     assert style is not None
     wanted = base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', html)
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', source)
     assert policy is not None
     assert policy[1].startswith(f"default-src 'none'; style-src 'sha256-{wanted}'")
-    assert "<script" not in html
-    assert re.findall(r'(?:src|href)="(?!#|data:,)', html) == []
-    assert " style=" not in html
+    assert "<script" not in source
+    assert re.findall(r'(?:src|href)="(?!#|data:,)', source) == []
+    assert " style=" not in source
 
 
 def test_every_count_of_the_fixture_adds_up() -> None:

@@ -214,6 +214,15 @@ def _data(prepare: StageFacts) -> dict[str, Any]:
         "tokens": tokens,
         "supervised": supervised,
         "supervised_share": supervised / tokens if tokens else 0.0,
+        "splits": counts.get("splits") or {},
+        "finish_reasons": counts.get("finish_reasons") or {},
+        "sample": [
+            {
+                "source": row["source"],
+                **{side: [_visible(token) for token in row[f"{side}_text"]] for side in ("before", "first_supervised")},
+            }
+            for row in read_document(prepare, "report.json").get("sample", ())
+        ],
     }
 
 
@@ -307,6 +316,11 @@ def number(value: float | None) -> str:
 def share(value: float | None) -> str:
     """Percent with one decimal; a dash when unknown."""
     return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def _visible(token: str) -> str:
+    """White space as signs, so that every token can be seen: where a mask begins is often a matter of one newline."""
+    return token.replace("\n", "↵").replace("\t", "⇥").replace(" ", "␣")
 
 
 def _ordinal(n: int) -> str:
