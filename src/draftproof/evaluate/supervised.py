@@ -24,8 +24,8 @@ import psutil
 
 from draftproof.errors import DraftproofError
 
-GRACE_S = 10.0
-"""For processes to end by themselves after the child's own end, and again after SIGTERM (a busy engine needs 6 s)."""
+GRACE_S = 20.0
+"""For processes to end by themselves after the child's own end, and again after SIGTERM (a busy engine takes up to 13 s)."""
 LOOK_EVERY_S = 0.1
 
 _PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\)\s*)?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\s[\d-]+\s[\d:]+\s(?:\[[^\]]*\]\s?)?)?")
@@ -65,22 +65,21 @@ def run_supervised(command: Sequence[str], *, env: Mapping[str, str], log: Path,
 def end_session(session: int, *, grace_s: float = 0.0) -> None:
     """End every process of a session that this process started; returns when none is left.
 
-    Waits `grace_s` for them to go by themselves, then SIGTERM, then SIGKILL. Raises DraftproofError naming what
-    could not be ended.
+    Waits `grace_s` for them to go by themselves, then SIGTERM, then SIGKILL. Resource trackers are left to the last:
+    they end by themselves after the others, and free the shared memory that these left. Raises DraftproofError naming
+    what could not be ended.
     """
     try:
         if _emptied(session, grace_s):
             return
-        for process in members(session):
-            _send(process, psutil.Process.terminate)
+        _send(workers(session), psutil.Process.terminate)
         if _emptied(session, GRACE_S):
             return
-    except BaseException:
-        for process in members(session):
-            _send(process, psutil.Process.kill)
-        raise
-    for process in members(session):
-        _send(process, psutil.Process.kill)
+    finally:  # also on a second Ctrl-C
+        _send(workers(session), psutil.Process.kill)
+    if _emptied(session, GRACE_S):
+        return
+    _send(members(session), psutil.Process.kill)
     if not _emptied(session, GRACE_S):
         left = ", ".join(f"{process.pid} ({process.name()})" for process in members(session))
         raise DraftproofError(f"Processes of an engine could not be ended: {left}.", remedy="Look at them by hand before starting another.")
@@ -98,19 +97,26 @@ def members(session: int) -> list[psutil.Process]:
     return found
 
 
+def workers(session: int) -> list[psutil.Process]:
+    """The members but for Python's resource trackers."""
+    found = []
+    for process in members(session):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if not any("resource_tracker" in word for word in process.cmdline()):
+                found.append(process)
+    return found
+
+
 def end_with_parent(parent: int) -> None:
     """Called in the child: once process `parent` is gone, end the child's whole session, itself last."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
-        me, session = os.getpid(), os.getsid(0)
-        others = [process for process in members(session) if process.pid != me]
-        for process in others:
-            _send(process, psutil.Process.terminate)
+        others = [process for process in workers(os.getsid(0)) if process.pid != os.getpid()]
+        _send(others, psutil.Process.terminate)
         _, stubborn = psutil.wait_procs(others, timeout=GRACE_S)
-        for process in stubborn:
-            _send(process, psutil.Process.kill)
+        _send(stubborn, psutil.Process.kill)
         os._exit(1)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
@@ -138,7 +144,8 @@ def _emptied(session: int, within_s: float) -> bool:
     return True
 
 
-def _send(process: psutil.Process, signal: Callable[[psutil.Process], None]) -> None:
+def _send(processes: Sequence[psutil.Process], signal: Callable[[psutil.Process], None]) -> None:
     """psutil compares the start time first, so a recycled pid is not hit."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        signal(process)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            signal(process)
