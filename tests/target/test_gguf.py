@@ -138,6 +138,7 @@ def start_converter(path: Path, cache: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_give_one_whole_folder(tiny: Path, tmp_path: Path) -> None:
     workers = [start_converter(tiny, tmp_path) for _ in range(2)]
     found = {worker.communicate(timeout=180)[0].strip() for worker in workers}
@@ -191,6 +192,7 @@ def test_too_little_disk_is_said_before_anything_is_written(tiny: Path, tmp_path
     assert done.stdout.strip() == "Converting the GGUF needs 0.1 GB of disk; 0.0 GB are free. []"
 
 
+@pytest.mark.slow
 def test_smollm2_special_tokens(smollm2: Path) -> None:
     """What the hub's own SmolLM2-135M-Instruct says: eos 2, ids of a rendered prompt, digits one by one."""
     from transformers import AutoTokenizer

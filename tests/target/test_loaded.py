@@ -118,6 +118,7 @@ def test_shallow_and_deep_models_disagree_with_a_foreign_config(make_tm: Callabl
         text_parts(make_tm(num_hidden_layers=4), tm_target.config)
 
 
+@pytest.mark.slow
 def test_smollm2_whole(smollm2: Path) -> None:
     """The real LLM in bf16: sizes, every boundary, and its logits from boundary L and the head's file."""
     import time
