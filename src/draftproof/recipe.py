@@ -119,6 +119,9 @@ class DraftSettings(Section):
     """EAGLE-3.1: one RMSNorm over the concatenated aux states."""
     fc_norm: bool = False
     """EAGLE-3.1: an RMSNorm on each aux state."""
+    start: Literal["target", "random"] = "target"
+    """`target`: begin with the target's last decoder layer and final norm where the shapes fit. After 700 thousand
+    supervised tokens of SmolLM2 such a draft is where a random one is after twice as many."""
     norm_output: bool = False
     """EAGLE-3.1: the state fed to the next step is taken after the final norm."""
 

@@ -232,24 +232,6 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return (x.float() * cos + turned * sin).to(x.dtype)
 
 
-def initialise(draft: Eagle3Draft, *, seed: int, head: Tensor) -> None:
-    """Set every weight: norms 1, matrices normal (std 0.02), `head` [Vd, h] the target's rows of the draft vocabulary.
-
-    fc starts as the identity on the last aux boundary plus noise: the target's late state is the best single
-    guess of what comes next, and the head was made to read states of that kind.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in draft.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            elif name != "lm_head.weight":
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
-        draft.lm_head.weight.copy_(head)
-        width = min(draft.fc.weight.shape[1] // draft.config.aux, draft.config.hidden_size)
-        draft.fc.weight[:width, -width:] += torch.eye(width)
-
-
 def _linear(inputs: int, outputs: int) -> nn.Linear:
     linear = nn.Linear(inputs, outputs, bias=False, device="meta").to_empty(device="cpu")
     with torch.no_grad():

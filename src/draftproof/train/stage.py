@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from draftproof.artifact import Manifest, hash_bytes
-from draftproof.draft.eagle3 import Eagle3Draft, draft_config, initialise
+from draftproof.draft.eagle3 import Eagle3Draft, draft_config
 from draftproof.draft.files import save_draft
+from draftproof.draft.start import start_draft
 from draftproof.draft.loss import Teacher
 from draftproof.errors import DataError
 from draftproof.recipe import DraftSettings, TrainSettings
@@ -61,7 +62,7 @@ def run(task: StageTask, settings: TrainSettings, target: Target, *, draft: Draf
     embedding = weights.read(embedding_name(weights, target.config)).to(task.device, compute)
     head = TargetHead.from_weights(weights, target.config, compute, task.device, rows=mapping.kept)
     model = Eagle3Draft(config)
-    initialise(model, seed=task.seed, head=head.weight.float().cpu())
+    started_from = start_draft(model, seed=task.seed, head=head.weight.float().cpu(), target=target if draft.start == "target" else None)
     model.lm_head.weight.requires_grad_(settings.head == "trainable")
     model.to(task.device)
 
@@ -100,6 +101,7 @@ def run(task: StageTask, settings: TrainSettings, target: Target, *, draft: Draf
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "acceptance_length": position.best_length,
             "unroll": settings.unroll,
+            "started_from": started_from,
         },
         contents={"draft": _hash_weights(trained.best)},
         actual={"tokens_per_second": trained.tokens_per_second},
