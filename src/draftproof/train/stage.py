@@ -11,8 +11,8 @@ import torch
 from draftproof.artifact import Manifest, hash_bytes
 from draftproof.draft.eagle3 import Eagle3Draft, draft_config
 from draftproof.draft.files import save_draft
-from draftproof.draft.start import start_draft
 from draftproof.draft.loss import Teacher
+from draftproof.draft.start import start_draft
 from draftproof.errors import DataError
 from draftproof.recipe import DraftSettings, TrainSettings
 from draftproof.records.mapping import load_mapping
