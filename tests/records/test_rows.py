@@ -46,6 +46,7 @@ def test_what_is_written_is_read(shapes, per_file, tmp_path_factory):
         assert table.indices(split).tolist() == [i for i, row in enumerate(rows) if row.split == split]
         wanted = [int(t) for row in rows if row.split == split for t, m in zip(row.token_ids, row.supervised, strict=True) if m]
         assert table.supervised_ids(split).tolist() == wanted
+    assert table.supervised_counts().tolist() == [sum(map(int, row.supervised)) for row in rows]
     assert table.lengths.tolist() == [len(row.token_ids) for row in rows]
     assert [table.index_of(row.row_key) for row in rows] == list(range(len(rows)))
 

@@ -31,7 +31,7 @@ def data_supervised_share(context: GateContext) -> Finding:
         return _no_rows(name)
     if not len(rows):
         return failed(name, "There are no rows.", "Add conversations and make them again with --from prepare.")
-    supervised = np.array([int(rows.supervised(index).sum()) for index in range(len(rows))])
+    supervised = rows.supervised_counts()
     empty, full = np.flatnonzero(supervised == 0), np.flatnonzero(supervised == rows.lengths)
     share = float(supervised.sum() / rows.lengths.sum())
     for wrong, what in ((empty, "supervises nothing"), (full, "supervises its prompt, too")):

@@ -149,6 +149,12 @@ class RowTable:
         """bool [T]"""
         return self._mask[self._offsets[index] : self._offsets[index + 1]]
 
+    def supervised_counts(self) -> np.ndarray:
+        """int64 [rows]: supervised tokens of each row."""
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._mask, dtype=np.int64)])
+        counts: np.ndarray = np.diff(before[self._offsets])
+        return counts
+
     def conversation_keys(self) -> np.ndarray:
         """object [rows]: the conversation key of each row."""
         return np.array(self._text["conversation_key"].to_pylist(), dtype=object)
