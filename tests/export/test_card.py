@@ -64,12 +64,14 @@ def test_measured_figures_replace_what_was_not_measured(tmp_path: Path) -> None:
 def test_completing_twice_says_the_last(tmp_path: Path) -> None:
     _card(tmp_path)
     complete_card(tmp_path, RESULT)
-    complete_card(tmp_path, RESULT | {"acceptance_length": 3.0}, served=RESULT | {"engine": "vllm 0.32.0", "by_category": {}})
+    served = {"engine": "vllm 0.32.0", "acceptance_length": 2.5, "acceptance_by_position": [0.7, 0.5, 0.3], "drafts": 8, "accepted": 12}
+    complete_card(tmp_path, RESULT | {"acceptance_length": 3.0, "served": served})
     text = (tmp_path / "README.md").read_text()
     assert text.count("## Measured acceptance") == 1
     assert text.count("Acceptance length **") == 2
     assert "**3.00**" in text
-    assert "vllm 0.32.0" in text
+    assert "Acceptance length **2.50** (1 + accepted tokens a cycle), K=3, greedy, chain, 20 prompts, vllm 0.32.0." in text
+    assert text.count("| math | 2.25 |") == 1
     assert "not measured yet" not in text.lower()
 
 

@@ -132,7 +132,7 @@ def first_error(log: Path) -> str:
     start = next((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")), len(lines))
     ended = [line for line in lines[start:] if _ERROR.match(line)]
     marked = [line for line, whole in zip(lines, raw, strict=True) if re.search(r"\bERROR\b|\b[Ee]rror:", whole)]
-    return (ended or marked or lines[-1:] or ["it wrote nothing"])[0]
+    return (ended or marked or lines[-1:] or ["it wrote nothing"])[0][:300]
 
 
 def _emptied(session: int, within_s: float) -> bool:

@@ -45,18 +45,19 @@ def write_card(
     return path
 
 
-def complete_card(folder: Path, result: Mapping[str, Any], *, served: Mapping[str, Any] | None = None) -> Path:
+def complete_card(folder: Path, result: Mapping[str, Any]) -> Path:
     """Put measured figures into a folder's card; done twice, it says the last.
 
     `result` is `evaluate/result.json`: acceptance_length, acceptance_by_position, by_category, draft_tokens,
-    decoding, engine, prompts. `served` has the same keys, as an engine reported them while serving this folder.
+    decoding, engine, prompts; and `served`, what an engine reported while serving, or null.
     Raises DataError when the folder has no card.
     """
     path = folder / CARD
     text = path.read_text() if path.is_file() else ""
     if MEASURED not in text:
         raise DataError("The folder has no model card to complete.", where=str(path), remedy="Export again with --from export.")
-    parts = [_measured(result)] + ([_measured(served)] if served else ["While serving: not measured yet."])
+    served = result.get("served")
+    parts = [_measured(result), _measured({**result, "by_category": {}, **served}) if served else "While serving: not measured yet."]
     section = f"{MEASURED}\n\n" + "\n\n".join(parts) + "\n"
     completed = re.sub(rf"{re.escape(MEASURED)}\n.*?(?=\n## |\Z)", lambda _: section, text, flags=re.DOTALL)
     write_atomic(path, completed.encode())
