@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftproof.regenerate.generate import generate
+from draftproof.regenerate.generate import _shared_start, generate
 
 PROMPTS = [[5, 9, 3], [7], [11, 4, 8, 15, 16, 23, 42], [100, 200, 300, 31], [8, 8], [250, 3, 17, 99, 120]]
 
@@ -35,6 +35,18 @@ def test_greedy_is_what_one_prompt_alone_gives(tm, stops):
     assert [answer.finish_reason for answer in answers] == ["stop" if ids[-1] in stops else "length" for ids in wanted]
     assert len({len(ids) for ids in wanted}) > 2, "rows leave the batch at different times"
     assert {answer.finish_reason for answer in answers} == {"stop", "length"}
+
+
+def test_a_shared_start_changes_no_answer(tm):
+    """Ten ids in front of every prompt run once for all; one prompt is nothing but them and one id more."""
+    start = [9, 30, 12, 44, 7, 61, 20, 3, 18, 5]
+    prompts = [start + prompt for prompt in PROMPTS]
+    assert _shared_start(prompts) == 10
+    assert _shared_start([start, [*start, 1]]) == 9, "one id is left to ask for"
+    assert _shared_start(PROMPTS) == _shared_start(prompts[:1]) == 0
+    free = [_naive(tm, prompt, (), 24) for prompt in prompts]
+    stops = {free[0][2], free[2][5]}
+    assert [a.token_ids for a in generate(tm, prompts, stops=stops, max_tokens=24)] == [_naive(tm, p, stops, 24) for p in prompts]
 
 
 def test_a_limit_of_one_token(tm):

@@ -1,7 +1,8 @@
 """Batched answers of the target, in process.
 
 `model.generate` keeps every row until the last one ends and grows its key-value cache by copying it at each token. On a
-CPU both cost: this loop drops finished rows from the batch and writes keys and values into room made once.
+CPU both cost: this loop drops finished rows from the batch and writes keys and values into room made once. What all
+prompts begin with (a default system turn is often half of them) runs once, for one row.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SHRINK = 8  # the batch is packed anew once 1 / 8 of its rows have ended; packing copies the whole cache
+
+_WORTH_SHARING = 8  # ids
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,17 @@ def generate(
     The same batch gives the same answers bit for bit on a CPU; other batch mates may change the last bits of a logit.
     """
     device = model.device
-    ids, mask = _left_padded(prompts, device)
-    cache = _make_cache(model, ids.shape[1] + max_tokens)
+    cache = _make_cache(model, max(map(len, prompts)) + max_tokens)
     generator = torch.Generator(device=device).manual_seed(seed)
     only_last: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    shared = _shared_start(prompts) if isinstance(cache.layers[0], _RoomyLayer) else 0
+    if shared:
+        start = torch.tensor([list(prompts[0][:shared])], device=device)
+        model(input_ids=start, past_key_values=cache, use_cache=True, **only_last)
+        cache.batch_repeat_interleave(len(prompts))
+    ids, mask = _left_padded([prompt[shared:] for prompt in prompts], device)
+    mask = torch.cat([mask.new_ones(len(prompts), shared), mask], dim=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, shared:]
     produced: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))  # which prompt each row of the batch answers
     for _ in range(max_tokens):
@@ -90,6 +99,10 @@ class _RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformer
             buffer[:, :, start : self._used] = new
         return self._show()
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._buffers = [buffer.repeat_interleave(repeats, dim=0) for buffer in self._buffers]
+        self._show()
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._buffers = [buffer[indices] for buffer in self._buffers]
         self._show()
@@ -106,6 +119,18 @@ def _make_cache(model: PreTrainedModel, room: int) -> DynamicCache:
     if cache.layers and all(type(layer) is DynamicLayer for layer in cache.layers):
         cache.layers = [_RoomyLayer(room) for _ in cache.layers]
     return cache
+
+
+def _shared_start(prompts: Sequence[Sequence[int]]) -> int:
+    """How many ids all prompts begin with, leaving at least one of each; 0 when too few to matter.
+
+    Padding then stands between the shared start and the rest. Masks and positions take care of that in full attention;
+    a sliding window counts by place, so it is not done there.
+    """
+    first, last = min(map(list, prompts)), max(map(list, prompts))  # what these two share in order of their ids, all share
+    limit = min(map(len, prompts)) - 1
+    shared = next((index for index in range(limit) if first[index] != last[index]), limit)
+    return shared if shared >= _WORTH_SHARING and len(prompts) > 1 else 0
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
