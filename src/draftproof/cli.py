@@ -260,13 +260,17 @@ def _run_line(
 def _announce(console: Any) -> Callable[[StageDone], None]:
     from draftproof.summary import stage_line
 
-    return lambda done: console.print(stage_line(done))
+    return lambda done: console.print(stage_line(done), soft_wrap=True)
 
 
 def _announce_gate(console: Any, verbose: bool) -> Callable[[GateReport], None]:
     from draftproof.summary import gate_lines
 
-    return lambda report: console.print("\n".join(gate_lines(report, verbose=verbose)))
+    def announce(report: GateReport) -> None:
+        if verbose or report.point != "running" or report.verdict != "pass":
+            console.print("\n".join(gate_lines(report, verbose=verbose)), soft_wrap=True)
+
+    return announce
 
 
 def _plan(name: str, recipe: Path, overrides: list[str] | None, workdir: str | None, as_json: bool) -> None:

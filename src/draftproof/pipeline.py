@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from draftproof.artifact import Manifest, discard, open_build, partial_folder, reusable, verify, write_atomic, write_json
+from draftproof.artifact import Manifest, discard, open_build, partial_folder, read_json, reusable, verify, write_atomic, write_json
 from draftproof.errors import DraftproofError, Stopped, UsageError
 from draftproof.gate.gate import GateContext, GateReport, enforce, run_gate
 from draftproof.plan import make_plan, measure_flops
@@ -121,10 +121,18 @@ def run_line(
                 break
         report = None
         if (run_dir / names[-1] / "manifest.json").exists() and only is None:
-            from draftproof.report.report import write_report
-
-            report = write_report(run_dir)
+            report = _finish(run_dir)
         return RunDone(run_dir, done, report)
+
+
+def _finish(run_dir: Path) -> Path:
+    """Complete the model cards with the measured figures, and write the report."""
+    from draftproof.export.card import complete_card
+    from draftproof.report.report import write_report
+
+    for folder in sorted((run_dir / "export").glob("*/README.md")):
+        complete_card(folder.parent, read_json(run_dir / "evaluate" / "result.json"))
+    return write_report(run_dir)
 
 
 class _Line:
@@ -176,7 +184,7 @@ class _Line:
         from draftproof.gate.catalog import CHECKS
 
         path = self.run_dir / "gates" / f"{STAGE_NAMES.index(name) + 1:02d}-{name}.json"
-        points: dict[str, Any] = {}
+        points: dict[str, Any] = {shown["point"]: shown for shown in read_json(path)["points"]} if path.is_file() else {}
 
         def checkpoint(point: Point, evidence: Any) -> None:
             checks = CHECKS.get((name, point), ())

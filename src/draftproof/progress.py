@@ -44,10 +44,16 @@ class Meter:
             self._rich.update(self._task, completed=self.done, note=self.text, rate=f"{self.rate():,.0f} {self.unit}/s")
         elif time.monotonic() - self._logged >= LOG_EVERY_S:
             self._logged = time.monotonic()
-            left = (self.total - self.done) / max(self.rate(), 1e-9)
+            rate = self.rate()
+            left = f", {(self.total - self.done) / rate:,.0f} s left" if rate else ""
             log.info(
-                "%s: %s of %s %s, %s/s, %d s left %s",
-                *(self.label, f"{self.done:,.0f}", f"{self.total:,.0f}", self.unit, f"{self.rate():,.0f}", left, self.text),
+                "%s: %s of %s %s, %s/s%s  %s",
+                self.label,
+                *(f"{n:,.0f}" for n in (self.done, self.total)),
+                self.unit,
+                f"{rate:,.3g}",
+                left,
+                self.text,
             )
 
     def rate(self) -> float:

@@ -235,6 +235,13 @@ class Recipe(Section):
             raise ValueError("give data.train or regenerate, not both: regenerate makes the conversations")
         return self
 
+    @model_validator(mode="after")
+    def _sglang_has_it(self) -> Recipe:
+        wanted = [name for name in ("qk_norm", "norm_before_fc") if getattr(self.draft, name)]
+        if wanted and "sglang" in self.export.formats:
+            raise ValueError(f"SGLang ignores draft.{wanted[0]}: leave sglang out of export.formats, or the option out of the draft")
+        return self
+
 
 @dataclass(frozen=True)
 class LoadedRecipe:

@@ -61,13 +61,13 @@ def print_summary(done: RunDone, console: Console) -> None:
         value = actual.get(key, counts.get(key))
         speed = f"{value:,.0f} {unit}" if isinstance(value, int | float) else ""
         table.add_row(stage.name, stage.happened, f"{actual['seconds']:.1f}", speed, f"{actual.get('memory', 0) / 2**20:,.0f}")
-    console.print(table)
+    console.print(table, soft_wrap=True)
     for stage in done.stages:
         if stage.name == "evaluate":
             for line in acceptance_lines(stage.manifest.counts):
-                console.print(line)
+                console.print(line, soft_wrap=True)
     if done.report is not None:
-        console.print(f"report             {done.report}")
+        console.print(f"report             {done.report}", soft_wrap=True)
 
 
 def acceptance_lines(result: dict[str, Any]) -> list[str]:

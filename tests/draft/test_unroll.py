@@ -131,7 +131,8 @@ def test_gradients_reach_exactly_what_the_naive_loop_reaches(make_draft: Callabl
     assert loss.item() == pytest.approx(expected.item(), abs=1e-4)
     for name, parameter in draft.named_parameters():
         reached, wanted = parameter.grad, weights[name].grad
-        assert reached is not None and wanted is not None, name
+        assert reached is not None, name
+        assert wanted is not None, name
         assert torch.allclose(reached.double(), wanted, atol=2e-4, rtol=2e-3), name
 
 

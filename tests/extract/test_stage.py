@@ -145,14 +145,26 @@ def test_ingredients_hold_what_changes_states_and_nothing_else(tm_folder: Path) 
 
 
 @settings(max_examples=50, deadline=None)
-@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30), batch_tokens=st.integers(1, 200))
-def test_batches_hold_every_row_once_and_keep_to_the_limit(lengths: list[int], batch_tokens: int) -> None:
-    batches = list(stage.plan_batches(np.array(lengths), range(len(lengths)), batch_tokens))
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30), most=st.integers(1, 200), enough=st.integers(1, 200))
+def test_batches_hold_every_row_once_and_keep_to_the_limits(lengths: list[int], most: int, enough: int) -> None:
+    batches = list(stage.plan_batches(np.array(lengths), range(len(lengths)), stage.BatchLimits(most, enough)))
     assert sorted(r for batch in batches for r in batch) == list(range(len(lengths)))
     for batch in batches:
-        assert len(batch) == 1 or len(batch) * max(lengths[r] for r in batch) <= batch_tokens
+        width = max(lengths[r] for r in batch)
+        assert len(batch) == 1 or len(batch) * width <= most
+        for place, r in enumerate(batch):  # who joined a batch that was full enough fits it
+            assert place * width < enough or lengths[r] >= 0.9 * width
     widths = [max(lengths[r] for r in batch) for batch in batches]
     assert widths == sorted(widths, reverse=True)
+
+
+def test_batches_worked_by_hand() -> None:
+    lengths = np.array([10, 50, 49, 20, 48, 21])
+    batches = stage.plan_batches(lengths, range(6), stage.BatchLimits(most=120, enough=60))
+    assert list(batches) == [[1, 2], [4, 5], [3, 0]]  # 3 x 50 is too much; 48 alone is not enough, so 21 joins; then 20 with 10
+    assert stage.BatchLimits.of(8192, "cpu") == stage.BatchLimits(1024, 128)
+    assert stage.BatchLimits.of(8192, "cuda").most == 8192
+    assert stage.BatchLimits.of(40, "cpu").most == 40
 
 
 def test_canary_rows_hold_the_longest_equal_lengths_and_a_shared_prefix(tmp_path: Path) -> None:

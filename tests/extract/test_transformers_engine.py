@@ -11,7 +11,8 @@ import torch
 from tests.helpers.extraction import BOUNDARIES, open_tm
 
 from draftproof.extract.engines import transformers as engine_module
-from draftproof.extract.engines.transformers import TransformersEngine, compute_dtype, reference_boundaries
+from draftproof.extract.engines.transformers import TransformersEngine, reference_boundaries
+from draftproof.target.loaded import compute_dtype
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

@@ -61,12 +61,18 @@ class DraftConfig:
 def draft_config(target: TargetConfig, settings: DraftSettings, *, boundaries: tuple[int, ...], draft_vocab_size: int) -> DraftConfig:
     """The draft that fits a target: its widths, heads and RoPE unless the recipe says otherwise.
 
-    Raises UsageError for a RoPE type whose frequencies depend on the request's length.
+    Raises UsageError for a RoPE that the draft, or the engines that serve it, do not have.
     """
     rope_type = target.rope_parameters.get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
         raise UsageError(
             f"A draft with RoPE type {rope_type!r} is not supported.", where="target config", remedy=f"Supported: {', '.join(ROPE_TYPES)}."
+        )
+    if target.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UsageError(
+            "The target rotates only a part of each head; engines' draft layers rotate all of it.",
+            where="target config, partial_rotary_factor",
+            remedy="This target is not supported.",
         )
     return DraftConfig(
         hidden_size=target.hidden_size,

@@ -48,12 +48,12 @@ def run(task: StageTask, settings: EvaluateSettings, target: Target) -> Outcome:
     stops = frozenset(stop_ids(tokenizer, target))
     prompts = read_prompts(settings, task.inputs["prepare"], tokenizer)
     task.checkpoint("loading", None)
-    dtype = torch.float32 if task.device == "cpu" else None
-    model = load_model(target, task.device, dtype)
+    model = load_model(target, task.device)
+    dtype = next(model.parameters()).dtype
     weights = target.weights()
-    embedding = weights.read(embedding_name(weights, target.config)).to(task.device, next(model.parameters()).dtype)
+    embedding = weights.read(embedding_name(weights, target.config)).to(task.device, dtype)
     draft, _ = load_draft(task.inputs["train"])
-    draft.to(embedding.device, embedding.dtype)
+    draft.to(getattr(torch, target.dtype)).to(embedding.device, dtype)  # rounded as it is exported, then computed like the target
     kept = torch.from_numpy(load_mapping(task.inputs["vocab"]).kept).to(task.device)
     eagle = EagleDrafter(draft, embedding=embedding, kept=kept)
 
@@ -83,10 +83,17 @@ def run(task: StageTask, settings: EvaluateSettings, target: Target) -> Outcome:
             )
         del model
         served = serve(
-            folder, target, [p.token_ids for p in prompts], draft_tokens=K, max_tokens=settings.max_tokens, stop_ids=sorted(stops)
+            folder,
+            target,
+            [p.token_ids for p in prompts],
+            draft_tokens=K,
+            max_tokens=settings.max_tokens,
+            stop_ids=sorted(stops),
+            dtype=str(dtype).removeprefix("torch."),
         )
 
     length, by_position, cycles = acceptance(drafted.accepted, K)
+    lookup_length, lookup_by_position, _ = acceptance(looked_up.accepted, K)
     result = {
         "acceptance_length": length,
         "acceptance_by_position": by_position,
@@ -94,13 +101,13 @@ def run(task: StageTask, settings: EvaluateSettings, target: Target) -> Outcome:
         "draft_tokens": K,
         "decoding": DECODING,
         "temperature": 0.0,
-        "engine": f"transformers reference, {next(iter(draft.parameters())).dtype}".replace("torch.", ""),
+        "engine": f"transformers reference, {str(dtype).removeprefix('torch.')}",
         "prompts": len(prompts),
         "max_tokens": settings.max_tokens,
         "tokens": drafted.tokens,
         "cycles": cycles,
         "identical_to_target": same / len(prompts),
-        "baselines": {"prompt_lookup": {"acceptance_length": acceptance(looked_up.accepted, K)[0]}},
+        "baselines": {"prompt_lookup": {"acceptance_length": lookup_length, "acceptance_by_position": lookup_by_position}},
         "served": None if served is None else _served(served, alone),
     }
     write_json(task.out / "result.json", result)

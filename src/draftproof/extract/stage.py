@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from draftproof.artifact import Manifest
 from draftproof.extract.canary import keyed, run_canary
 from draftproof.extract.engines.base import Engine
-from draftproof.extract.engines.transformers import TransformersEngine, compute_dtype
+from draftproof.extract.engines.transformers import TransformersEngine
 from draftproof.progress import Meter
 from draftproof.recipe import ExtractSettings
 from draftproof.records.layout import StoreLayout, plan_shards, token_bytes
@@ -27,6 +28,7 @@ from draftproof.records.rows import RowTable, read_rows
 from draftproof.records.store import Store, StoreWriter
 from draftproof.stage import Outcome, StageTask
 from draftproof.target.boundaries import check_boundaries, default_boundaries
+from draftproof.target.loaded import compute_dtype
 from draftproof.target.target import Target
 
 NAME, VERSION, NEEDS = "extract", 1, ("prepare",)
@@ -58,6 +60,7 @@ def run(task: StageTask, settings: ExtractSettings, target: Target) -> Outcome:
     total = int(rows.lengths[distinct].sum())
     shards = [distinct[members].tolist() for members in plan_shards(rows.lengths[distinct].tolist(), layout, settings.shard_gb)]
     engine = TransformersEngine(target, boundaries, task.device)
+    limits = BatchLimits.of(settings.batch_tokens, task.device)
     done_tokens, seconds = 0, 0.0
     with StoreWriter(task.out, layout, shards) as writer, task.progress.meter("extract", total, "tokens") as meter:
         sealed = writer.sealed()
@@ -66,13 +69,13 @@ def run(task: StageTask, settings: ExtractSettings, target: Target) -> Outcome:
             task.checkpoint("loading", None)
             try:
                 engine.load()
-                task.checkpoint("loaded", run_canary(engine, target, rows, layout, settings.canary_rows, settings.batch_tokens))
+                task.checkpoint("loaded", run_canary(engine, target, rows, layout, settings.canary_rows, limits.most))
                 meter.resume(sum(int(rows.lengths[shards[index]].sum()) for index in sealed))
                 started = time.monotonic()
                 for index in left:
                     bytes_left = (total - int(meter.done)) * token_bytes(layout)
                     task.checkpoint("running", {"shard": index, "shards": len(shards), "bytes_left": bytes_left})
-                    done_tokens += _fill_shard(writer, engine, rows, index, settings.batch_tokens, meter)
+                    done_tokens += _fill_shard(writer, engine, rows, index, limits, meter)
                 seconds = time.monotonic() - started
             finally:
                 engine.close()
@@ -95,23 +98,44 @@ def run(task: StageTask, settings: ExtractSettings, target: Target) -> Outcome:
     )
 
 
-def plan_batches(lengths: np.ndarray, members: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Rows of one shard in batches of at most `batch_tokens` tokens, padding included; a longer row goes alone.
+@dataclass(frozen=True)
+class BatchLimits:
+    """How large a padded batch may get, and from where on it pays to start another one."""
+
+    most: int
+    """Tokens, padding included; a longer row goes alone."""
+    enough: int
+    """Tokens that already keep the device busy: beyond them no row joins that would be padded by more than a tenth."""
+
+    @classmethod
+    def of(cls, batch_tokens: int, device: str) -> BatchLimits:
+        """The recipe's limit; on a CPU at most 1,024 tokens, which stay in its caches.
+
+        Measured, SmolLM2-135M, float32, tokens per CPU second: 314 at 128 tokens a batch, 346 at 512, 369 at 1,024,
+        306 at 2,048, 314 at 4,096.
+        """
+        return cls(min(batch_tokens, 1024), 128) if device == "cpu" else cls(batch_tokens, 4096)
+
+
+def plan_batches(lengths: np.ndarray, members: Sequence[int], limits: BatchLimits) -> Iterator[list[int]]:
+    """The rows of one shard in batches.
 
     Longest first: rows of like length meet, so that padding stays small, and a batch that is too large for the memory
     fails at the start.
     """
     batch: list[int] = []
     for row in sorted(members, key=lambda row: (-int(lengths[row]), row)):
-        if batch and int(lengths[batch[0]]) * (len(batch) + 1) > batch_tokens:
-            yield batch
-            batch = []
+        if batch:
+            width, filled = int(lengths[batch[0]]), int(lengths[batch[0]]) * len(batch)
+            if filled + width > limits.most or (filled >= limits.enough and lengths[row] < 0.9 * width):
+                yield batch
+                batch = []
         batch.append(row)
     if batch:
         yield batch
 
 
-def _fill_shard(writer: StoreWriter, engine: Engine, rows: RowTable, index: int, batch_tokens: int, meter: Meter) -> int:
+def _fill_shard(writer: StoreWriter, engine: Engine, rows: RowTable, index: int, limits: BatchLimits, meter: Meter) -> int:
     """Run the rows of one shard and seal it; returns its tokens."""
     layout, members = writer.layout, writer.shards[index]
     lengths = [int(rows.lengths[row]) for row in members]
@@ -120,7 +144,7 @@ def _fill_shard(writer: StoreWriter, engine: Engine, rows: RowTable, index: int,
     aux = torch.empty(N, A, H, dtype=torch.bfloat16)
     final = torch.empty(N, H, dtype=torch.bfloat16)
     top1 = torch.empty(N, dtype=torch.int32)
-    for batch in plan_batches(rows.lengths, members, batch_tokens):
+    for batch in plan_batches(rows.lengths, members, limits):
         asked = {rows.keys[row]: rows.token_ids(row) for row in batch}
         answers = keyed(engine.states(asked), asked)
         for row in batch:

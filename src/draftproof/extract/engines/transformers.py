@@ -4,10 +4,6 @@ A batch is padded on the right and has no attention mask: under a causal mask no
 so padding changes no state that is kept, and attention takes its plain causal kernel. The forward runs the decoder
 alone; the LM head is applied afterwards in chunks of at most 2**26 logits (256 MiB in float32), since [T, V] of a
 whole batch would be 1.6 GB at T = 8,192, V = 49,152.
-
-Compute dtype, when the recipe leaves it open. GPU: the target's own. CPU: float32, unless the CPU multiplies bf16
-natively (AVX512-BF16 or AMX): on AVX2 alone (SmolLM2-135M, 2 cores, shared machine) float32 prefill ran at 450
-tokens/s and bf16 at 80, and the float32 states are the more exact ones.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from draftproof.extract.engines.base import RowStates
-from draftproof.target.loaded import TextParts, capture, load_model, text_parts
+from draftproof.target.loaded import TextParts, capture, compute_dtype, load_model, text_parts
 
 if TYPE_CHECKING:
     from draftproof.target.target import Target
@@ -42,7 +38,7 @@ class TransformersEngine:
 
     def load(self) -> None:
         """Read the weights."""
-        self.model = load_model(self.target, self.device, getattr(torch, self.dtype))
+        self.model = load_model(self.target, self.device)
         self._parts: TextParts = text_parts(self.model, self.target.config)
         self._decoder: nn.Module = self.model.get_submodule(self._parts.paths["layers"].rpartition(".")[0])
 
@@ -97,14 +93,6 @@ class TransformersEngine:
             logits = self._parts.head(self._parts.final_norm(final[start : start + step]))  # [n, V]
             top1[start : start + step] = logits.argmax(-1).to(torch.int32).cpu()
         return top1
-
-
-def compute_dtype(target: Target, device: str) -> str:
-    """What the forward computes in: the recipe's word; else by the device (see the top of this file)."""
-    if target.settings.dtype != "auto" or device != "cpu":
-        return target.dtype
-    native = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return "bfloat16" if native and target.dtype == "bfloat16" else "float32"
 
 
 def reference_boundaries(model: Any, token_ids: np.ndarray) -> Tensor | None:
