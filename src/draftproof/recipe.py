@@ -174,6 +174,8 @@ class EvaluateSettings(Section):
     """Longest answer. 128 tokens show the steady acceptance of an answer."""
     prompts: int | None = Field(None, ge=1)
     """At most this many prompts, evenly spread. None: all."""
+    batch_size: int = Field(16, ge=1)
+    """Prompts decoded together by the reference decoder. 16 keeps a CPU busy; a GPU takes 128."""
     serve: Literal["auto", "vllm", "none"] = "none"
     """Serve the exported draft and read the engine's own acceptance. auto: when vLLM is installed.
     none by default until the engine's gate stands before it."""

@@ -62,7 +62,13 @@ def run(task: StageTask, settings: EvaluateSettings, target: Target) -> Outcome:
 
         def answer(drafter: Any, draft_tokens: int) -> Decoded:
             decoded = decode(
-                model, drafter, [p.token_ids for p in prompts], draft_tokens=draft_tokens, max_tokens=settings.max_tokens, stop_ids=stops
+                model,
+                drafter,
+                [p.token_ids for p in prompts],
+                draft_tokens=draft_tokens,
+                max_tokens=settings.max_tokens,
+                stop_ids=stops,
+                batch_size=settings.batch_size,
             )
             meter.advance(len(prompts))
             return decoded
