@@ -7,7 +7,8 @@
 DATA holds `onpolicy/*.jsonl.gz` (conversations answered by the target, `sampling` greedy or not) and `bench/*.jsonl`.
 Held out: greedy rows whose crc32(id) % 25 == 0; no other row with such an id is trained on. `measure` decodes with the
 reference (greedy chain, K=3) the trained draft, the same draft before its first step, and prompt lookup; `serve`
-asks vLLM itself. Both print a table and write JSON beside the run.
+asks vLLM itself. Both print a table and write JSON beside the run. `starts` trains the three kinds of first weights
+alike, for a short while, and prints their held-out forecasts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MAX_TOKENS = 256
 def main() -> None:
     """Parse and dispatch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("train", "measure", "serve"))
+    parser.add_argument("what", choices=("train", "measure", "serve", "starts"))
     parser.add_argument("--target", required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
@@ -43,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     loaded = recipe(args.target, args.data, args.work, args.overrides)
-    {"train": train, "measure": measure, "serve": serve}[args.what](loaded, args.work)
+    {"train": train, "measure": measure, "serve": serve, "starts": starts}[args.what](loaded, args.work)
 
 
 def recipe(target: str, data: Path, work: Path, overrides: list[str]) -> LoadedRecipe:
@@ -95,6 +96,18 @@ def train(loaded: LoadedRecipe, work: Path) -> None:
     print(table(["step", "by start", "by walk"], [[f["step"], _length(f["by_start"]), _length(f["by_walk"])] for f in forecasts]))
 
 
+def starts(loaded: LoadedRecipe, work: Path) -> None:
+    """The three first weights, trained alike."""
+    rows = []
+    for start in ("target", "state", "random"):
+        chosen = load(work / "quality.yaml", [f"draft.start={start}", "train.steps=700", "train.evaluations=2"])
+        run_line(chosen, progress=Progress(), first="train" if rows else None, last="train")
+        for line in map(json.loads, (work / "run" / "train" / "metrics.jsonl").read_text().splitlines()):
+            if line["kind"] == "forecast":
+                rows.append([start, line["step"], _length(line["by_start"]), _length(line["by_walk"])])
+    print(table(["start", "steps", "by start", "by walk"], rows))
+
+
 def measure(loaded: LoadedRecipe, work: Path) -> None:
     """The reference decoder's figures, by bench file, with the baselines beside."""
     import torch
@@ -120,7 +133,7 @@ def measure(loaded: LoadedRecipe, work: Path) -> None:
     trained, config = load_draft(run_dir / "train")
     untrained = Eagle3Draft(config)
     head = TargetHead.from_weights(weights, target.config, torch.float32, "cpu", rows=kept).weight
-    start_draft(untrained, seed=loaded.recipe.run.seed, head=head, target=target)
+    start_draft(untrained, start=loaded.recipe.draft.start, seed=loaded.recipe.run.seed, head=head, target=target)
 
     def eagle(draft: Eagle3Draft) -> EagleDrafter:
         rounded = draft.to(getattr(torch, target.dtype)).to(device, torch.float32)

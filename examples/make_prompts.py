@@ -2,7 +2,7 @@
 
     python examples/make_prompts.py        # writes examples/prompts/demo.jsonl
 
-Eight kinds (explain, list, compare, story, steps, rewrite, arithmetic, code), about 410 different prompts whose
+Eight kinds (explain, list, compare, story, steps, rewrite, arithmetic, code), about 310 different prompts whose
 answers a small chat model gives in a natural way. No randomness: the same file every time.
 """
 
@@ -20,10 +20,9 @@ TOPICS = (
     *("a thunderstorm", "a river", "a forest", "a desert", "an orchestra", "a telescope", "a bridge", "a windmill", "a coral reef"),
     *("a glacier", "a bakery", "a train station", "an island", "a vegetable garden", "a sailing boat", "a farm", "a museum", "a clock"),
     *("a kite", "a waterfall", "a spider web", "a candle", "a market", "a school bus", "an airport", "a hospital", "a piano"),
-    *("a camera", "a hot-air balloon", "a honey bee", "an owl", "an elephant", "a dolphin", "a butterfly", "a penguin", "a wolf"),
-    *("a horse", "an apple tree", "a sunflower", "a map", "a mountain", "a snowflake", "a magnet", "a battery", "a mirror"),
+    *("a camera", "a hot-air balloon", "a honey bee", "an elephant"),
 )
-"""54 things everybody knows."""
+"""40 things everybody knows."""
 
 EXPLAIN = ("Explain to a child what {} is.", "What is {}? Answer in a short paragraph.", "Why do people find {} interesting?")
 LIST = ("List five facts about {}.", "Give me four words that describe {} and say why.", "Name three things one can learn from {}.")
@@ -43,9 +42,6 @@ STEPS = tuple(
         *("fold a paper plane", "take a good photo", "save money", "give a short speech", "set up a tent", "make lemonade"),
         *("clean a kitchen", "choose a book", "plan a birthday party", "water house plants", "stay calm before a test"),
         *("find a lost key", "grow tomatoes", "wrap a present", "sew on a button", "make a simple budget", "start a diary"),
-        *("make new friends", "practice the guitar", "sharpen a pencil", "make pancakes", "change a light bulb", "iron a shirt"),
-        *("feed birds in winter", "recycle paper", "build a snowman", "learn to swim", "make a fruit salad", "tie a knot"),
-        *("keep a plant alive", "clean a bicycle"),
     )
 )
 
@@ -95,8 +91,8 @@ def prompts() -> Iterator[dict[str, Any]]:
         "compare": [COMPARE[i % 2].format(topic, TOPICS[(i * 7 + 5) % len(TOPICS)]) for i, topic in enumerate(TOPICS)],
         "story": [STORY[i % 3].format(topic) for i, topic in enumerate(TOPICS)],
         "steps": list(STEPS),
-        "rewrite": [REWRITE[i % 3].format(f"{WHO[i % 7]} {DID[i % 8]}.") for i in range(54)],
-        "arithmetic": [_sum(i) for i in range(54)],
+        "rewrite": [REWRITE[i % 3].format(f"{WHO[i % 7]} {DID[i % 8]}.") for i in range(40)],
+        "arithmetic": [_sum(i) for i in range(40)],
         "code": [
             *(f"Write a Python function that takes a list of numbers and returns {result}." for result in RESULTS),
             *(f"Write a Python function to {task}." for task in STRINGS),

@@ -26,7 +26,17 @@ from draftproof.errors import UsageError
 class Section(BaseModel):
     """A part of the recipe: immutable, and closed to unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _true_is_no_number(cls, values: Any) -> Any:
+        """YAML reads `yes` and `on` as true, and Pydantic would take that for 1."""
+        for key, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(key)
+            if isinstance(value, bool) and field is not None and bool not in (field.annotation, *get_args(field.annotation)):
+                raise ValueError(f"{key} cannot be {str(value).lower()}")
+        return values
 
 
 class TargetSettings(Section):
@@ -119,9 +129,9 @@ class DraftSettings(Section):
     """EAGLE-3.1: one RMSNorm over the concatenated aux states."""
     fc_norm: bool = False
     """EAGLE-3.1: an RMSNorm on each aux state."""
-    start: Literal["target", "random"] = "target"
-    """`target`: begin with the target's last decoder layer and final norm where the shapes fit. After 700 thousand
-    supervised tokens of SmolLM2 such a draft is where a random one is after twice as many."""
+    start: Literal["target", "state", "random"] = "target"
+    """First weights: `state` passes the last aux boundary through; `target` does so into the target's last decoder
+    layer, where its shapes fit; `random` is neither. docs/quality.md has the three side by side."""
     norm_output: bool = False
     """EAGLE-3.1: the state fed to the next step is taken after the final norm."""
 
@@ -198,6 +208,14 @@ class GateSettings(Section):
 
     waive: dict[str, str] = {}
     """Check name to the reason why its verdict is overruled; the report shows it."""
+
+    @field_validator("waive")
+    @classmethod
+    def _with_a_reason(cls, waive: dict[str, str]) -> dict[str, str]:
+        for check, reason in waive.items():
+            if not reason.strip():
+                raise ValueError(f"give the reason why {check} is waived")
+        return waive
 
 
 class RunSettings(Section):
@@ -277,9 +295,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, run_dir: str | None
     values, lines = _read_yaml(path)
     provenance = {key: f"{path.name}:{line}" for key, line in lines.items()}
     _anchor_paths(values, path.parent.resolve())
+    for section in [name for name, value in values.items() if value is None and name != "regenerate"]:
+        del values[section]  # a section whose every line is commented out
     for override in overrides:
         key, value = _parse_override(override)
-        _assign(values, key, value)
+        _assign(values, key, _anchor(value, Path.cwd(), key) if key in _PATH_KEYS else value)
         provenance[key] = "command line"
     if run_dir is not None:
         _assign(values, "run.dir", run_dir)
@@ -326,17 +346,17 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         values = yaml.safe_load(text)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2025-13-01
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        problem = getattr(error, "problem", None) or "not YAML"
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
         raise UsageError(f"The recipe is not valid YAML: {problem}.", where=where, remedy="Mend that line.") from None
     if not isinstance(values, dict):
         raise UsageError("The recipe is not a mapping of sections.", where=str(path), remedy="See `draftproof recipe schema`.")
     lines: dict[str, int] = {}
 
     def visit(node: yaml.Node | None, prefix: str) -> None:
-        if isinstance(node, yaml.MappingNode):
+        if isinstance(node, yaml.MappingNode) and prefix.count(".") < _DEEPEST:
             for key, value in node.value:
                 dotted = f"{prefix}{key.value}"
                 if dotted in lines:
@@ -348,6 +368,9 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     return values, lines
 
 
+_DEEPEST = 3
+"""Levels of keys that are looked at; a YAML alias can nest without end."""
+
 _PATH_KEYS = ("target.model", "data.train", "data.validation", "regenerate.prompts", "evaluate.bench")
 
 
@@ -357,11 +380,14 @@ def _anchor_paths(values: dict[str, Any], folder: Path) -> None:
         part = values.get(section)
         if not isinstance(part, dict):
             continue
-        value = part.get(key)
-        if isinstance(value, str):
-            part[key] = _anchored(value, folder, hub_ids=dotted == "target.model")
-        elif isinstance(value, list):
-            part[key] = [_anchored(v, folder) if isinstance(v, str) else v for v in value]
+        if key in part:
+            part[key] = _anchor(part[key], folder, dotted)
+
+
+def _anchor(value: Any, folder: Path, dotted: str) -> Any:
+    if isinstance(value, list):
+        return [_anchor(item, folder, dotted) for item in value]
+    return _anchored(value, folder, hub_ids=dotted == "target.model") if isinstance(value, str) else value
 
 
 def _anchored(value: str, folder: Path, *, hub_ids: bool = False) -> str:
@@ -381,7 +407,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
         raise UsageError(f"There is no recipe key {key!r}.", remedy=_nearest(key, known_keys()))
     try:
         return key, yaml.safe_load(raw)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         raise UsageError(f"The value of {key} is not valid YAML: {raw!r}.", remedy="Quote it.") from None
 
 
@@ -406,7 +432,9 @@ def _explain(error: ValidationError, provenance: dict[str, str], path: Path) -> 
     """All problems in one sentence each; the first one's place and remedy."""
     sentences, remedy, where = [], "`draftproof recipe schema` lists every key and its values.", str(path)
     for index, problem in enumerate(error.errors()):
-        dotted = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
+        dotted = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] not in ("extra_forbidden", "missing"):
+            dotted = _setting(dotted)
         if problem["type"] == "extra_forbidden":
             sentences.append(f"There is no recipe key {dotted!r}.")
             hint = _nearest(dotted, known_keys() + list(Recipe.model_fields))
@@ -418,8 +446,20 @@ def _explain(error: ValidationError, provenance: dict[str, str], path: Path) -> 
             sentences.append(f"{dotted or 'The recipe'}: {message} (given: {problem['input']!r})." if dotted else f"The recipe: {message}.")
             hint = remedy
         if index == 0:
-            remedy, where = hint, provenance.get(dotted, str(path))
-    return UsageError(" ".join(sentences), where=where, remedy=remedy)
+            remedy, where = hint, next((provenance[key] for key in _upwards(dotted) if key in provenance), str(path))
+    return UsageError(" ".join(dict.fromkeys(sentences)), where=where, remedy=remedy)
+
+
+def _setting(dotted: str) -> str:
+    """The recipe key that a place inside Pydantic's schema belongs to: `data.validation.float` is `data.validation`."""
+    return next((key for key in _upwards(dotted) if key in known_keys() or key in Recipe.model_fields), "")
+
+
+def _upwards(dotted: str) -> Iterator[str]:
+    """`a.b.c`, `a.b`, `a`"""
+    while dotted:
+        yield dotted
+        dotted = dotted.rpartition(".")[0]
 
 
 def _scalar(value: Any) -> str:

@@ -1,12 +1,13 @@
 """The draft's first weights.
 
-Three things are known before the first step, and each is worth thousands of tokens (benchmarks/quality.py):
+The head is always the target's rows of the draft vocabulary. Two more things are known before the first step:
 
-- the head: the target's rows of the draft vocabulary;
-- the state it will read: fc starts as the identity on the last aux boundary (plus noise), since the target's late
-  state is the best single guess of what comes next, and the head was made for states of that kind;
-- the layer: where the shapes fit, the target's last decoder layer (its attention reads the state's half of the
-  draft's input; the embedding's half starts as noise), and its final norm.
+- `state`: fc starts as the identity on the last aux boundary (plus noise), since the target's late state is the best
+  single guess of what comes next, and the head was made for states of that kind;
+- `target`: that, and where the shapes fit the layer is the target's last decoder layer (its attention reads the
+  state's half of the draft's input; the embedding's half starts as noise), with the target's final norm.
+
+`benchmarks/quality.py starts` trains all three alike and prints their acceptance.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _PLAIN = ("BF16", "F16", "F32")
 _HALF = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
-def start_draft(draft: Eagle3Draft, *, seed: int, head: Tensor, target: Target | None) -> str:
-    """Set every weight of a fresh draft; returns where its layer came from, for people.
+def start_draft(draft: Eagle3Draft, *, start: str, seed: int, head: Tensor, target: Target) -> str:
+    """Set every weight of a fresh draft; returns what it starts from, for people.
 
-    `head` float32 [Vd, h]; `target` None: a random layer.
+    `head` float32 [Vd, h]; `start` as in `DraftSettings.start`.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -39,11 +40,14 @@ def start_draft(draft: Eagle3Draft, *, seed: int, head: Tensor, target: Target |
             elif name != "lm_head.weight":
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * NOISE)
         draft.lm_head.weight.copy_(head)
+        if start == "random":
+            return "random weights"
         width = min(draft.fc.weight.shape[1] // draft.config.aux, draft.config.hidden_size)
         draft.fc.weight[:width, -width:] += torch.eye(width)
-        layer = _last_layer(draft, target) if target is not None else None
-        if target is None or layer is None:
-            return "random" if target is None else "random (the target's last layer has other shapes)"
+        if start == "state":
+            return "the target's late state"
+        if (layer := _last_layer(draft, target)) is None:
+            return "the target's late state (its last layer has other shapes)"
         h = draft.config.hidden_size
         own = dict(draft.layer.named_parameters())
         for name in _SAME:

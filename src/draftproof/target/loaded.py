@@ -34,6 +34,7 @@ def load_model(target: Target, device: str, dtype: torch.dtype | None = None) ->
     import transformers
 
     library: Any = transformers  # its own types do not know `output_loading_info`
+    library.utils.logging.disable_progress_bar()  # ours says what is going on
     trust = target.settings.trust_remote_code
     try:
         config = library.AutoConfig.from_pretrained(target.folder, trust_remote_code=trust)

@@ -62,7 +62,7 @@ def run(task: StageTask, settings: TrainSettings, target: Target, *, draft: Draf
     embedding = weights.read(embedding_name(weights, target.config)).to(task.device, compute)
     head = TargetHead.from_weights(weights, target.config, compute, task.device, rows=mapping.kept)
     model = Eagle3Draft(config)
-    started_from = start_draft(model, seed=task.seed, head=head.weight.float().cpu(), target=target if draft.start == "target" else None)
+    started_from = start_draft(model, start=draft.start, seed=task.seed, head=head.weight.float().cpu(), target=target)
     model.lm_head.weight.requires_grad_(settings.head == "trainable")
     model.to(task.device)
 
