@@ -207,3 +207,22 @@ def make_draft() -> Callable[..., Eagle3Draft]:
         return draft
 
     return make
+
+
+@pytest.fixture(scope="session")
+def line_recipe(tm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe of the whole line on TM, seconds long, that fixes batches and threads."""
+    from line import write_job
+
+    return write_job(tmp_path_factory.mktemp("line"), tm_folder)
+
+
+@pytest.fixture(scope="session")
+def line_run(line_recipe: Path) -> Path:
+    """The run folder of `line_recipe`, walked once without any disturbance. Copy it before changing it."""
+    from line import draftproof
+
+    run = line_recipe.parent / "undisturbed"
+    ended = draftproof("run", line_recipe, "--workdir", run, "-q")
+    assert ended.code == 0, ended.stderr
+    return run

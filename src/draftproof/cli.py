@@ -44,7 +44,25 @@ Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Every finding of
 
 def main() -> None:
     """The console script."""
-    app()
+    try:
+        code = app(standalone_mode=False)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # a click error: click's own class or typer's copy of it, by typer's version
+            raise
+        code = _refuse_arguments(error)
+    sys.exit(code)
+
+
+def _refuse_arguments(error: Any) -> int:
+    """A wrong command line, said as every other error: one sentence, and a document if one was asked for."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        typer.echo(error.format_message(), err=True)
+        return 2
+    path = error.ctx.command_path if error.ctx is not None else "draftproof"
+    message = f"{' '.join(error.format_message().split()).rstrip('.')}. `{path} --help` shows what it takes."
+    name = path.removeprefix("draftproof").strip()
+    _report(_Result("--json" in sys.argv), name, "usage", 2, message)
+    return 2
 
 
 @app.command()
@@ -126,7 +144,7 @@ def inspect(
         if not facts["whole"]:
             from draftproof.errors import DamagedArtifact
 
-            raise DamagedArtifact(facts["problems"][0], where=str(path), remedy="Make it again, for a run with --from STAGE.")
+            raise DamagedArtifact(facts["problems"][0], where=str(path), remedy=facts["remedy"])
 
 
 @recipe_app.command("init")
@@ -155,11 +173,13 @@ def recipe_show(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJson
 
 
 @recipe_app.command("schema")
-def recipe_schema() -> None:
+def recipe_schema(as_json: AsJson = False) -> None:
     """The JSON schema of a recipe."""
-    from draftproof.recipe import Recipe
+    with _command("recipe schema", as_json) as result:
+        from draftproof.recipe import Recipe
 
-    typer.echo(json.dumps(Recipe.model_json_schema(), indent=1))
+        result.update(schema=Recipe.model_json_schema())
+        result.say(json.dumps(result["schema"], indent=1))
 
 
 @app.callback(invoke_without_command=True)
@@ -185,39 +205,61 @@ class _Result(dict[str, Any]):
 @contextmanager
 def _command(name: str, as_json: bool) -> Iterator[_Result]:
     """Turn what a command raises into one sentence, a document and an exit code."""
-    from draftproof.errors import DraftproofError
-
     result = _Result(as_json)
     status, code, message = "ok", 0, ""
-    signal.signal(signal.SIGTERM, _stop)
+    received: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        received.append(number)
+        raise KeyboardInterrupt  # not an Exception, so that nothing on its way takes it for an error of its own
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     try:
         yield result
-    except DraftproofError as error:
-        status, code, message = error.status, error.exit_code, str(error)
-    except KeyboardInterrupt:
-        status, code, message = "stopped", 130, "Interrupted. Run the same command again to go on from here."
-    except Exception as error:  # noqa: BLE001  the last door: said in one sentence, never swallowed
-        if logging.getLogger("draftproof").isEnabledFor(logging.DEBUG):
-            traceback.print_exc()
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        status, code = "failed", 1
-        message = (
-            f"{type(error).__name__}: {error} [{Path(place.filename).name}:{place.lineno}] "
-            "This is a fault of draftproof, not of your input; -v shows the whole trace."
-        )
-    if as_json:
-        document = {"command": name, "version": __version__, "status": status, "exit_code": code, "message": message, **result}
-        typer.echo(json.dumps(document, ensure_ascii=False, default=str))
-    elif message:
-        typer.echo(f"{status}: {message}", err=True)
+    except BrokenPipeError:
+        raise
+    except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001  the last door: said in one sentence, never swallowed
+        status, code, message = _explain(error, received)
+    _report(result, name, status, code, message)
     if code:
         raise typer.Exit(code)
 
 
-def _stop(number: int, frame: Any) -> None:
-    from draftproof.errors import Stopped
+def _explain(error: BaseException, received: list[int]) -> tuple[str, int, str]:
+    """Status, exit code and sentence of what ended a command. `received`: signals, whatever came of them on the way."""
+    from draftproof.errors import DraftproofError
 
-    raise Stopped("Stopped by SIGTERM.", remedy="Run the same command again to go on from here.")
+    if received or isinstance(error, KeyboardInterrupt):
+        by_term = signal.SIGTERM in received
+        return "stopped", 5 if by_term else 130, f"{'Stopped by SIGTERM' if by_term else 'Interrupted'}. {_GO_ON}"
+    if isinstance(error, DraftproofError):
+        return error.status, error.exit_code, str(error)
+    if logging.getLogger("draftproof").isEnabledFor(logging.DEBUG):
+        traceback.print_exception(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f" [{error.filename}]" if error.filename else ""
+        return "failed", 1, f"The system refused: {error.strerror}.{where} Mend that and run the same command again."
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        "failed",
+        1,
+        f"{type(error).__name__}: {error} [{Path(place.filename).name}:{place.lineno}] "
+        "This is a fault of draftproof, not of your input; -v shows the whole trace.",
+    )
+
+
+_GO_ON = "Run the same command again to go on from here."
+
+
+def _report(result: _Result, name: str, status: str, code: int, message: str) -> None:
+    """The sentence in one line on stderr, the document on stdout."""
+    message = " ".join(message.split())
+    if message:
+        typer.echo(f"{status}: {message}", err=True)
+    if result.as_json:
+        document = {"command": name, "version": __version__, "status": status, "exit_code": code, "message": message, **result}
+        typer.echo(json.dumps(document, ensure_ascii=False, default=str))
 
 
 def _run_line(

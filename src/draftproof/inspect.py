@@ -35,9 +35,15 @@ def describe(path: Path, *, deep: bool = False) -> dict[str, Any]:
 
 
 def _run(path: Path, *, deep: bool) -> dict[str, Any]:
-    recipe = yaml.safe_load((path / "recipe.yaml").read_text())
-    wanted = [name for name in STAGE_NAMES if name != "regenerate" or recipe.get("regenerate")]
     wrong: list[str] = []
+    try:
+        recipe = yaml.safe_load((path / "recipe.yaml").read_bytes())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        recipe = None
+    if not isinstance(recipe, dict):
+        wrong.append("recipe.yaml is damaged.")
+        recipe = {"regenerate": (path / "regenerate").exists()}
+    wanted = [name for name in STAGE_NAMES if name != "regenerate" or recipe.get("regenerate")]
     lines = [f"run {path}"]
     stages: dict[str, dict[str, Any]] = {}
     for name in wanted:
@@ -46,7 +52,10 @@ def _run(path: Path, *, deep: bool) -> dict[str, Any]:
         lines.append(f"  {name:<11} {state['state']:<11} {state['summary']}")
     report = path / "report.html"
     lines.append(f"  {'report':<11} {'there' if report.is_file() else 'missing':<11} {report if report.is_file() else ''}")
-    return {**_facts("run", wrong, lines), "stages": stages}
+    facts = _facts("run", wrong, lines)
+    if all(state["state"] in ("whole", "missing", "unfinished") for state in stages.values()):
+        facts["remedy"] = "Run the same command again: it goes on from here."
+    return {**facts, "stages": stages}
 
 
 def _stage_state(folder: Path, *, deep: bool) -> dict[str, Any]:
@@ -125,4 +134,10 @@ def _target(path: Path) -> dict[str, Any]:
 
 
 def _facts(kind: str, wrong: list[str], lines: list[str]) -> dict[str, Any]:
-    return {"kind": kind, "whole": not wrong, "problems": wrong, "lines": lines}
+    return {
+        "kind": kind,
+        "whole": not wrong,
+        "problems": wrong,
+        "lines": lines,
+        "remedy": "Make it again, for a run with --from STAGE." if wrong else "",
+    }

@@ -9,25 +9,23 @@ from what its own journal proves.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import importlib
-import os
 import re
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from draftproof.artifact import Manifest, discard, open_build, partial_folder, read_json, reusable, verify, write_atomic, write_json
-from draftproof.errors import DraftproofError, Stopped, UsageError
+from draftproof.artifact import Manifest, discard, open_build, read_json, reusable, verify, write_atomic, write_json
+from draftproof.errors import UsageError
 from draftproof.gate.gate import GateContext, GateReport, enforce, run_gate
 from draftproof.plan import make_plan, measure_flops
 from draftproof.progress import Progress
 from draftproof.recipe import LoadedRecipe, Recipe
+from draftproof.runfolder import drop_worthless, locked, stops_on_full_disk, sweep
 from draftproof.stage import Outcome, Point, StagePlan, StageTask
 from draftproof.target.target import Target, open_target
 
@@ -43,6 +41,8 @@ class Stage:
     """What it needs from a section that it shares."""
     absent: Callable[[Recipe], bool] = field(default=lambda recipe: False)
     """True where the recipe leaves the stage out."""
+    progress_file: str | None = None
+    """What unfinished work goes on from; None where the stage, being short, starts over."""
 
     def module(self) -> ModuleType:
         """Its `stage.py`, imported when it is needed: most commands need no torch."""
@@ -50,11 +50,11 @@ class Stage:
 
 
 LINE: tuple[Stage, ...] = (
-    Stage("regenerate", lambda recipe: recipe.regenerate, absent=lambda recipe: recipe.regenerate is None),
+    Stage("regenerate", lambda recipe: recipe.regenerate, absent=lambda recipe: recipe.regenerate is None, progress_file="journal.jsonl"),
     Stage("prepare", lambda recipe: recipe.data),
     Stage("vocab", lambda recipe: recipe.vocab),
-    Stage("extract", lambda recipe: recipe.extract),
-    Stage("train", lambda recipe: recipe.train, lambda recipe: {"draft": recipe.draft}),
+    Stage("extract", lambda recipe: recipe.extract, progress_file="journal.jsonl"),
+    Stage("train", lambda recipe: recipe.train, lambda recipe: {"draft": recipe.draft}, progress_file="resume.safetensors"),
     Stage("export", lambda recipe: recipe.export, lambda recipe: {"draft_tokens": recipe.evaluate.draft_tokens}),
     Stage("evaluate", lambda recipe: recipe.evaluate),
 )
@@ -103,14 +103,12 @@ def run_line(
     for name in (first, last, only):
         if name is not None and name not in names:
             raise UsageError(f"This recipe has no stage {name!r}.", remedy=f"Its stages: {', '.join(names)}.")
-    with _stops_on_full_disk(run_dir), _locked(run_dir):
-        write_atomic(run_dir / "recipe.yaml", loaded.resolved_yaml().encode())
-        if first is not None:
-            for name in reversed(names[names.index(first) :]):
-                discard(run_dir / name)
+    with stops_on_full_disk(run_dir), locked(run_dir):
+        sweep(run_dir)
         device = choose_device(recipe)
         target = open_target(recipe.target)
-        line = _Line(recipe, run_dir, target, device, progress, announce_gate)
+        anew = tuple(names[names.index(first) :]) if first is not None else ()
+        line = _Line(loaded, target, device, progress, announce_gate, anew)
         done: list[StageDone] = []
         for stage in LINE:
             if stage.name not in names or (only is not None and stage.name != only):
@@ -119,6 +117,7 @@ def run_line(
             announce(done[-1])
             if stage.name == last:
                 break
+        line.write_recipe()
         report = None
         if (run_dir / names[-1] / "manifest.json").exists() and only is None:
             report = _finish(run_dir)
@@ -139,12 +138,24 @@ class _Line:
     """The state of a walk: manifests so far, and what every stage is given."""
 
     def __init__(
-        self, recipe: Recipe, run_dir: Path, target: Target, device: str, progress: Progress, announce_gate: Callable[[GateReport], None]
+        self,
+        loaded: LoadedRecipe,
+        target: Target,
+        device: str,
+        progress: Progress,
+        announce_gate: Callable[[GateReport], None],
+        anew: Sequence[str],
     ) -> None:
-        self.recipe, self.run_dir, self.target, self.device = recipe, run_dir, target, device
-        self.progress, self.announce_gate = progress, announce_gate
+        self.loaded, self.recipe, self.run_dir = loaded, loaded.recipe, Path(loaded.recipe.run.dir)
+        self.target, self.device, self.progress, self.announce_gate, self.anew = target, device, progress, announce_gate, anew
         self._flops: float | None = None
         self._threads_set = False
+        if not (self.run_dir / "recipe.yaml").exists():
+            self.write_recipe()
+
+    def write_recipe(self) -> None:
+        """Say in the folder what it holds. Not before this recipe was found to fit what is there."""
+        write_atomic(self.run_dir / "recipe.yaml", self.loaded.resolved_yaml().encode())
 
     def do(self, stage: Stage) -> StageDone:
         """Skip, go on with, or make one stage."""
@@ -157,6 +168,9 @@ class _Line:
             **module.ingredients(settings, self.target, manifests, **extra),
         }
         final = self.run_dir / stage.name
+        if self.anew and stage.name == self.anew[0]:  # only now is it sure that its inputs are there
+            for name in reversed(self.anew):
+                discard(self.run_dir / name)
         if (manifest := reusable(final, stage=stage.name, ingredients=ingredients)) is not None:
             return StageDone(stage.name, "kept", manifest)
 
@@ -166,7 +180,9 @@ class _Line:
         predicted = {"bytes": float(plan.bytes), **({"seconds": plan.seconds} if plan.seconds is not None else {})}
         if plan.memory is not None:
             predicted["memory"] = float(plan.memory)
+        drop_worthless(final, stage.progress_file)
         build = open_build(final, stage=stage.name, ingredients=ingredients, predicted=predicted)
+        self.write_recipe()
         self._set_threads()
         task = StageTask(
             inputs=folders, out=build.folder, seed=self.recipe.run.seed, device=self.device, checkpoint=checkpoint, progress=self.progress
@@ -230,44 +246,6 @@ def choose_device(recipe: Recipe) -> str:
     return "cpu"
 
 
-@contextmanager
-def _locked(run_dir: Path) -> Iterator[None]:
-    """One walk at a time in a run folder; the kernel frees the lock of a killed one."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("a+") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            stream.seek(0)
-            raise UsageError(
-                f"Another draftproof works in this run folder (process {stream.read().strip() or 'unknown'}).",
-                where=str(run_dir),
-                remedy="Wait for it, or give another --workdir.",
-            ) from None
-        stream.truncate(0)
-        stream.write(str(os.getpid()))
-        stream.flush()
-        yield
-
-
-@contextmanager
-def _stops_on_full_disk(run_dir: Path) -> Iterator[None]:
-    """A full disk or quota, wherever it is met, ends as Stopped: the journals go on from the last whole piece."""
-    try:
-        yield
-    except DraftproofError:
-        raise
-    except Exception as error:
-        number = getattr(error, "errno", None)
-        if number in (errno.ENOSPC, errno.EDQUOT) or re.search(r"No space left|os error 28", str(error)):
-            raise Stopped(
-                "The disk is full.",
-                where=str(getattr(error, "filename", None) or run_dir),
-                remedy="Free some space and run the same command again.",
-            ) from error
-        raise
-
-
 def _reset_peak_memory() -> None:
     """Start a new peak for this process, where the kernel lets us (Linux)."""
     try:
@@ -285,15 +263,8 @@ def _peak_memory() -> dict[str, float]:
         status = ""
     if match := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
         found["memory"] = float(match.group(1)) * 1024
-    import sys
-
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         found["gpu_memory"] = float(torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()
     return found
-
-
-def unfinished(run_dir: Path, name: str) -> bool:
-    """True where a stage was begun and not finished."""
-    return partial_folder(run_dir / name).is_dir()
