@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from draftproof.errors import DataError, UsageError
@@ -57,6 +58,35 @@ def test_fingerprint_sees_shards_and_code(folder: Path) -> None:
     (folder / "modeling_x.py").write_text("pass\n")
     assert len({before, second, mark(folder)}) == 3
     assert list(code_files(folder)) == ["modeling_x.py"]
+
+
+@pytest.mark.parametrize("name", ["spiece.model", "vocab.txt", "tekken.json", "gguf-source.json"])
+def test_fingerprint_sees_other_forms_of_tokenizers_and_the_gguf_behind(folder: Path, name: str) -> None:
+    before = mark(folder)
+    (folder / name).write_text("one")
+    first = mark(folder)
+    (folder / name).write_text("two")
+    assert len({before, first, mark(folder)}) == 3
+
+
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0], ids=["start", "middle", "end"])
+def test_two_fine_tunes_of_one_shape_are_two_targets(folder: Path, place: float) -> None:
+    """Headers and sizes are the same; in a file of 1 MiB only one number differs."""
+    rows = torch.zeros(4096, 64)
+    save_file({"w": rows}, folder / "model.safetensors")
+    before = mark(folder)
+    rows.view(-1)[int(place * (rows.numel() - 1))] = 1.0
+    save_file({"w": rows}, folder / "model.safetensors")
+    assert mark(folder) != before
+
+
+def test_code_that_runs_makes_another_target(folder: Path) -> None:
+    def trusting(trust: bool) -> str:
+        return open_target(TargetSettings(model=str(folder), trust_remote_code=trust)).fingerprint
+
+    assert trusting(True) == trusting(False), "there is no code to trust"
+    (folder / "modeling_x.py").write_text("pass\n")
+    assert trusting(True) != trusting(False)
 
 
 def test_a_damaged_folder_opens_but_its_weights_do_not(folder: Path) -> None:

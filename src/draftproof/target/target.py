@@ -26,16 +26,19 @@ _IDENTITY_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
-    "tokenizer.model",
+    "*.model",
+    "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
     "chat_template.json",
     "chat_template.jinja",
     "*.tiktoken",
     "additional_chat_templates/*.jinja",
     "*.safetensors.index.json",
+    "gguf-source.json",
 )
 """Files whose bytes make the target what it is, beside the weights."""
 
@@ -49,7 +52,8 @@ class Target:
     settings: TargetSettings
     config: TargetConfig
     fingerprint: str
-    """Of config, tokenizer, template, index, code files, shard headers and sizes, and hub commit; not of the weights' bytes."""
+    """Of config, tokenizer, template, index, GGUF source, code files and whether they run, hub commit, and of each shard's
+    size, header and a sample of its bytes."""
     revision: str | None = None
     """The hub commit that was taken; None for local files."""
     _cache: dict[str, Weights] = field(default_factory=dict, repr=False, compare=False)
@@ -91,7 +95,7 @@ def open_target(settings: TargetSettings) -> Target:
         raise UsageError(
             "There is no such target.", where=settings.model, remedy="Give a folder, a .gguf file, or a hub id (ORGANISATION/NAME)."
         )
-    return Target(folder, settings, read_config(folder), _fingerprint(folder, revision), revision)
+    return Target(folder, settings, read_config(folder), _fingerprint(folder, revision, trusted=settings.trust_remote_code), revision)
 
 
 def cache_dir() -> Path:
@@ -107,12 +111,13 @@ def code_files(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): hash_file(path) for path in sorted(folder.rglob("*.py")) if path.is_file()}
 
 
-def _fingerprint(folder: Path, revision: str | None) -> str:
+def _fingerprint(folder: Path, revision: str | None, *, trusted: bool) -> str:
     files = sorted({path for pattern in _IDENTITY_FILES for path in folder.glob(pattern) if path.is_file()})
+    code = code_files(folder)
     return fingerprint(
         {
             "files": {path.relative_to(folder).as_posix(): hash_file(path) for path in files},
-            "code": code_files(folder),
+            "code": {"files": code, "runs": trusted} if code else {},  # with trust another class computes the states
             "shards": [list(shard) for shard in header_identity(folder)],
             "revision": revision,
         }
