@@ -15,10 +15,10 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from draftproof.errors import UsageError
 
@@ -28,15 +28,14 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
-    @model_validator(mode="before")
+    @field_validator("*", mode="before")
     @classmethod
-    def _true_is_no_number(cls, values: Any) -> Any:
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML reads `yes` and `on` as true, and Pydantic would take that for 1."""
-        for key, value in values.items() if isinstance(values, dict) else ():
-            field = cls.model_fields.get(key)
-            if isinstance(value, bool) and field is not None and bool not in (field.annotation, *get_args(field.annotation)):
-                raise ValueError(f"{key} cannot be {str(value).lower()}")
-        return values
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
+            raise ValueError("must not be true or false")
+        return value
 
 
 class TargetSettings(Section):
@@ -94,11 +93,20 @@ class RegenerateSettings(Section):
     """Prompts answered together in process. 32 keeps a CPU busy and fits a small GPU."""
 
 
+_AUTO_VOCABULARY = 32_000
+"""Tokens of `vocab.size: auto`."""
+
+
 class VocabSettings(Section):
     """The draft vocabulary."""
 
-    size: int | None = Field(32000, ge=1)
-    """Tokens the draft can propose. 32,000 covers over 95 % of answers of most targets. None: all."""
+    size: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
+    """Tokens the draft can propose. auto: 32,000, which cover over 95 % of answers of most targets, or all that the
+    tokenizer names where those are fewer. None: every row of the target's head."""
+
+    def at_most(self, rows: int) -> int:
+        """The size, for a target's LM head of so many rows; the tokenizer may name fewer ids than `auto` says here."""
+        return rows if self.size is None else min(_AUTO_VOCABULARY, rows) if self.size == "auto" else self.size
 
 
 class ExtractSettings(Section):
@@ -113,7 +121,8 @@ class ExtractSettings(Section):
     shard_gb: float = Field(2.0, gt=0)
     """Size of a shard in GB. A crash loses at most the open one; 2 GB is minutes of work on one GPU."""
     batch_tokens: int = Field(8192, ge=1)
-    """Tokens in one forward, padding included. 8,192 fills a GPU and bounds the memory."""
+    """Tokens in one forward, padding included. 8,192 fills a GPU and bounds the memory. A CPU gets at most 1,024, which
+    stay in its caches."""
     canary_rows: int = Field(10, ge=1)
     """Rows that must prove parity before the bulk runs. Ten cover lengths, repeats and a long one."""
 
@@ -189,6 +198,8 @@ class EvaluateSettings(Section):
     serve: Literal["auto", "vllm", "none"] = "none"
     """Serve the exported draft and read the engine's own acceptance. auto: when vLLM is installed.
     none by default until the engine's gate stands before it."""
+    serve_timeout_s: float = Field(3600.0, gt=0)
+    """Longest time for starting the engine and serving all prompts. An hour covers a load of 20 minutes."""
 
     @field_validator("bench", mode="before")
     @classmethod
@@ -253,13 +264,6 @@ class Recipe(Section):
             raise ValueError("give data.train (conversations) or regenerate.prompts (prompts to answer)")
         if self.data.train and self.regenerate is not None:
             raise ValueError("give data.train or regenerate, not both: regenerate makes the conversations")
-        return self
-
-    @model_validator(mode="after")
-    def _sglang_has_it(self) -> Recipe:
-        wanted = [name for name in ("qk_norm", "norm_before_fc") if getattr(self.draft, name)]
-        if wanted and "sglang" in self.export.formats:
-            raise ValueError(f"SGLang ignores draft.{wanted[0]}: leave sglang out of export.formats, or the option out of the draft")
         return self
 
 
@@ -463,15 +467,15 @@ def _upwards(dotted: str) -> Iterator[str]:
 
 
 def _scalar(value: Any) -> str:
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True).strip()
-    return text.removesuffix("\n...").strip()
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")  # not strip(): a name may end with a space that YAML does not know
 
 
 STARTER = """\
 # A draft for one target. `draftproof recipe schema` lists every key; `draftproof plan` says what it will take.
 target: {model: PATH_OR_HUB_ID}
 regenerate: {prompts: PROMPTS.jsonl, max_tokens: 512}   # or data: {train: [CONVERSATIONS.jsonl]}
-vocab: {size: 32000}
+vocab: {size: auto}   # 32000, or all tokens of a smaller tokenizer
 train: {epochs: 2, unroll: 7}
 evaluate: {draft_tokens: 3}
 run: {dir: runs/first}

@@ -1,11 +1,11 @@
 """What a stage receives and what it gives back: the only things that pipeline and stages share.
 
-A stage is a function `run(task, settings, target) -> Outcome` in its folder's `stage.py`, with three
-constants beside it: `NAME`, `VERSION` (raised by its authors whenever results would change) and
-`NEEDS` (the artifacts it reads). It sees its own recipe section, its inputs and its output folder,
-and nothing else. Gates reach it only as the `checkpoint` callable of its task.
+A stage is a function `run(task, settings, target) -> Outcome` in its folder's `stage.py`, with two
+constants beside it: `VERSION` (raised by its authors whenever results would change) and `NEEDS` (the
+artifacts it reads). It sees its own recipe section, its inputs and its output folder, and nothing else.
+Gates reach it only as the `checkpoint` callable of its task.
 
-    NAME, VERSION, NEEDS = "vocab", 1, ("prepare",)
+    VERSION, NEEDS = 1, ("prepare",)
 
     def run(task: StageTask, settings: VocabSettings, target: Target) -> Outcome:
         rows = read_rows(task.inputs["prepare"])
@@ -51,7 +51,8 @@ class CanaryRow:
     rerun_aux: np.ndarray
     """[T, A, H] of a second run with other batch mates (single if the first was batched)."""
     reference: np.ndarray | None
-    """[T, L+1, H]: every boundary by forward hooks, where the target is small enough; else None."""
+    """[T, L+1, H]: every boundary as `output_hidden_states` gives it, another way than the engine's hooks; None where the
+    target is too large for that."""
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,19 @@ import pytest
 
 from draftproof.errors import Refused
 from draftproof.gate import target as checks
+from draftproof.gate.catalog import CHECKS
 from draftproof.gate.finding import Finding
 from draftproof.gate.gate import GateContext, GateReport, enforce, run_gate
-from draftproof.recipe import DataSettings, Recipe, RunSettings, TargetSettings
+from draftproof.recipe import (
+    DataSettings,
+    DraftSettings,
+    ExportSettings,
+    ExtractSettings,
+    Recipe,
+    RunSettings,
+    TargetSettings,
+    VocabSettings,
+)
 from draftproof.target.target import open_target
 
 ALL = (
@@ -22,14 +32,15 @@ ALL = (
     checks.target_sizes,
     checks.target_norm_convention,
     checks.target_boundaries,
+    checks.target_draft,
     checks.target_tokenizer,
     checks.target_remote_code,
 )
 
 
-def gate(folder: Path, **settings: Any) -> GateReport:
+def gate(folder: Path, sections: dict[str, Any] | None = None, **settings: Any) -> GateReport:
     target = TargetSettings(model=str(folder), **settings)
-    recipe = Recipe(target=target, data=DataSettings(train=("x",)), run=RunSettings(dir="r"))
+    recipe = Recipe(target=target, data=DataSettings(train=("x",)), run=RunSettings(dir="r"), **(sections or {}))
     return run_gate(GateContext("extract", "before", recipe, open_target(target), {}, Path("out"), None), ALL, protects="the load")
 
 
@@ -56,11 +67,14 @@ def test_a_good_target_passes_with_figures(tm_folder: Path) -> None:
         "target.sizes",
         "target.norm_convention",
         "target.boundaries",
+        "target.draft",
         "target.tokenizer",
         "target.remote_code",
     ]
     assert "1 weight file(s), 75 tensors" in found["target.shards"].evidence
     assert "8 layers, own head lm_head.weight F32 [320, 32]" in found["target.sizes"].evidence
+    rope = "3 aux states, MLP 64, RoPE default at 10000, at most 320 of 320 tokens, for vllm, sglang"
+    assert found["target.draft"].evidence == rope
     assert "300 tokens for 320 head rows" in found["target.tokenizer"].evidence
     assert "<|im_end|> (2)" in found["target.tokenizer"].evidence
     assert all(finding.seconds < 5 for finding in report.findings)
@@ -101,6 +115,14 @@ def shallow(folder: Path) -> None:
     edit(folder / "config.json", num_hidden_layers=7)
 
 
+def dynamic_rope(folder: Path) -> None:
+    edit(folder / "config.json", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+
+
+def partial_rope(folder: Path) -> None:
+    edit(folder / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})
+
+
 def code_elsewhere(folder: Path) -> None:
     edit(folder / "config.json", model_type="nobodys", auto_map={"AutoModelForCausalLM": "somebody/else--modeling.Model"})
 
@@ -112,6 +134,8 @@ def code_elsewhere(folder: Path) -> None:
         (foreign_tokenizer, "target.tokenizer", "ids beyond the LM head's 299 rows"),
         (no_template, "target.tokenizer", "no chat template"),
         (no_tokenizer, "target.tokenizer", "cannot be loaded"),
+        (dynamic_rope, "target.draft", "RoPE type 'dynamic' is not supported"),
+        (partial_rope, "target.draft", "rotates only a part of each head"),
         (shallow, "target.boundaries", "7 layers has no default aux boundaries"),
         (code_elsewhere, "target.remote_code", "needs code that comes with the target (somebody/else--modeling.Model)"),
     ],
@@ -122,6 +146,37 @@ def test_bad_targets(folder: Path, damage: Callable[[Path], None], check: str, s
     assert finding.status == "fail"
     assert sentence in finding.evidence
     assert finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("sections", "evidence", "remedy"),
+    [
+        ({"draft": DraftSettings(qk_norm=True)}, "no norms on q and k", "Set export.formats to [vllm], or change the draft."),
+        ({"draft": DraftSettings(norm_before_fc=True)}, "never reads norm_before_fc", "Set export.formats to [vllm], or change the draft."),
+        ({"extract": ExtractSettings(boundaries=(4,))}, "a single aux boundary", "Set export.formats to [vllm], or change the draft."),
+        ({"vocab": VocabSettings(size=321)}, "321 tokens, the target's has 320", "Set vocab.size to at most 320, or to auto."),
+        (
+            {"draft": DraftSettings(qk_norm=True), "export": ExportSettings(formats=("sglang",))},
+            "no norms on q and k",
+            "Export for another engine, or change the draft.",
+        ),
+    ],
+)
+def test_a_draft_that_could_not_be_is_known_before_anything_is_spent(
+    tm_folder: Path, sections: dict[str, Any], evidence: str, remedy: str
+) -> None:
+    finding = by_name(gate(tm_folder, sections))["target.draft"]
+    assert finding.status == "fail"
+    assert evidence in finding.evidence
+    assert finding.remedy == remedy
+    assert by_name(gate(tm_folder, sections | {"export": ExportSettings(formats=("vllm",))}))["target.draft"].status == (
+        "fail" if "vocab" in sections else "pass"
+    )
+
+
+@pytest.mark.parametrize("stage", ["regenerate", "extract"])
+def test_the_stages_that_spend_ask_for_the_draft_first(stage: str) -> None:
+    assert checks.target_draft in CHECKS[stage, "before"]
 
 
 def test_trusted_code_must_lie_in_the_folder(folder: Path) -> None:
@@ -150,4 +205,4 @@ def test_an_end_of_turn_that_no_config_declares_is_a_warning(folder: Path) -> No
 def test_no_target_is_unknown_not_pass() -> None:
     recipe = Recipe(target=TargetSettings(model="x"), data=DataSettings(train=("x",)), run=RunSettings(dir="r"))
     report = run_gate(GateContext("extract", "before", recipe, None, {}, Path("out"), None), ALL, protects="the load")
-    assert [finding.status for finding in report.findings] == ["unknown"] * 6
+    assert [finding.status for finding in report.findings] == ["unknown"] * len(ALL)

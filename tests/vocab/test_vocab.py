@@ -89,3 +89,14 @@ def test_the_stage_counts_training_answers_alone(tt_plain, tm_folder, tmp_path):
     assert json.loads((out / "coverage.json").read_text()) == counts
     z = tt_plain.encode("z", add_special_tokens=False)[0]
     assert frequency[z] == 0, "the prompts' words do not count"
+
+
+def test_by_default_the_size_fits_the_target(tt_plain, tm_folder, tmp_path):
+    """TM's head has 320 rows, its tokenizer 300 tokens, and the default of large targets is 32,000."""
+    target = make_target(tm_folder, tmp_path / "target", tt_plain)
+    prepare(target, tmp_path, [chat(f"Hi {n}?", "the river " * (n + 1)) for n in range(6)])
+    outcome = stage.run(task_in(tmp_path / "vocab", {"prepare": tmp_path / "out"}), VocabSettings(), target)
+    assert load_mapping(tmp_path / "vocab").kept.tolist() == list(range(300))
+    assert (outcome.counts["size"], outcome.counts["coverage"]["train"]) == (300, 1.0)
+    assert [VocabSettings().at_most(rows) for rows in (300, 49_152)] == [300, 32_000]
+    assert [VocabSettings(size=size).at_most(320) for size in (40, 400, None)] == [40, 400, 320]

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from draftproof.draft.eagle3 import DraftConfig
+from draftproof.draft.engines import unsupported
 from draftproof.errors import DataError, UsageError
 from draftproof.target.boundaries import to_sglang, to_vllm
+from draftproof.target.config import Dtype
 
 if TYPE_CHECKING:
     from draftproof.target.target import Target
-
-Dtype = Literal["bfloat16", "float16", "float32"]
 
 SPECULATORS_VERSION = "0.9.0"
 """The release of `speculators` whose layout this is."""
@@ -180,21 +180,6 @@ class SglangConfig(Written):
     dtype: Dtype
     torch_dtype: Dtype
     """The name that older transformers read."""
-
-
-def unsupported(draft: DraftConfig, architecture: str, engine: Literal["vllm", "sglang"]) -> str | None:
-    """Why an engine could not serve a draft of this shape for this target, in one sentence; None when it can."""
-    if engine == "vllm":
-        return None
-    if architecture.startswith("DeepseekV4"):
-        return "SGLang counts captured layers of DeepSeek-V4 differently, which is not proven here"
-    if draft.norm_before_fc:
-        return "SGLang never reads norm_before_fc and would skip the norm"
-    if draft.qk_norm:
-        return "SGLang's EAGLE-3 draft has no norms on q and k and would skip them"
-    if draft.aux == 1:
-        return "SGLang skips fc when there is a single aux boundary"
-    return None
 
 
 def vllm_config(draft: DraftConfig, verifier: Verifier, *, draft_tokens: int) -> VllmConfig:

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from draftproof.artifact import Manifest, hash_bytes, read_manifest, write_json
 from draftproof.draft.eagle3 import DraftConfig, Eagle3Draft
+from draftproof.draft.engines import unsupported
 from draftproof.draft.files import load_draft
 from draftproof.errors import DataError, UsageError
 from draftproof.export.card import CARD, write_card
 from draftproof.export.files import ReadBack, round_once, target_embedding
 from draftproof.export.loaders import load_sglang, load_vllm
 from draftproof.export.proof import prove
-from draftproof.export.schema import Verifier, describe, unsupported
+from draftproof.export.schema import Verifier, describe
 from draftproof.export.sglang import from_sglang, to_sglang
 from draftproof.export.vllm import from_vllm, to_vllm
 from draftproof.recipe import ExportSettings
@@ -30,7 +31,7 @@ from draftproof.records.mapping import VocabMapping, load_mapping
 from draftproof.stage import Outcome, StageTask
 from draftproof.target.target import Target
 
-NAME, VERSION, NEEDS = "export", 1, ("vocab", "train")
+VERSION, NEEDS = 1, ("vocab", "train")
 
 HASHES = "tensors.json"
 """format -> tensor -> hash of what was written."""

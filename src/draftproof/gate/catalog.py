@@ -12,6 +12,7 @@ _TARGET: tuple[Check, ...] = (
     target.target_sizes,
     target.target_norm_convention,
     target.target_boundaries,
+    target.target_draft,
     target.target_tokenizer,
     target.target_remote_code,
 )

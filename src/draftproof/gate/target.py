@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from draftproof.draft.engines import unsupported
 from draftproof.gate.finding import Finding, failed, passed, unsure, warned
 from draftproof.gate.gate import GateContext
 from draftproof.target.boundaries import check_boundaries, default_boundaries, to_sglang, to_vllm
@@ -61,14 +62,37 @@ def target_boundaries(context: GateContext) -> Finding:
     target = context.target
     if target is None:
         return _no_target("target.boundaries")
-    layers = target.config.layers
-    written = context.recipe.extract.boundaries
-    found = check_boundaries(default_boundaries(layers) if written is None else written, layers)
-    origin = "by default" if written is None else "as the recipe says"
+    found = _boundaries(context, target)
+    origin = "by default" if context.recipe.extract.boundaries is None else "as the recipe says"
     return passed(
         "target.boundaries",
-        f"{', '.join(map(str, found))} of {layers} layers, {origin} (vLLM writes {to_vllm(found)}, SGLang {to_sglang(found)})",
+        f"{', '.join(map(str, found))} of {target.config.layers} layers, {origin} (vLLM writes {to_vllm(found)}, SGLang {to_sglang(found)})",
     )
+
+
+def target_draft(context: GateContext) -> Finding:
+    """A draft of the recipe's shape can be made for this target, and every engine that it is exported for can serve it."""
+    from draftproof.draft.eagle3 import draft_config  # torch, which only a run needs
+
+    target, recipe = context.target, context.recipe
+    if target is None:
+        return _no_target("target.draft")
+    rows, size = target.config.vocab_size, recipe.vocab.at_most(target.config.vocab_size)
+    if size > rows:
+        return failed(
+            "target.draft",
+            f"a draft vocabulary of {size:,} tokens, the target's has {rows:,}",
+            f"Set vocab.size to at most {rows}, or to auto.",
+        )
+    draft = draft_config(target.config, recipe.draft, boundaries=_boundaries(context, target), draft_vocab_size=size)
+    reasons = {form: unsupported(draft, target.config.architecture, form) for form in recipe.export.formats}
+    if problems := [reason for reason in reasons.values() if reason]:
+        rest = [form for form, reason in reasons.items() if not reason]
+        other = f"Set export.formats to [{', '.join(rest)}]" if rest else "Export for another engine"
+        return failed("target.draft", "; ".join(problems), f"{other}, or change the draft.")
+    rope = f"RoPE {draft.rope_parameters['rope_type']} at {draft.rope_parameters['rope_theta']:g}"
+    vocabulary = f"at most {size:,} of {rows:,} tokens"
+    return passed("target.draft", f"{draft.aux} aux states, MLP {draft.intermediate_size}, {rope}, {vocabulary}, for {', '.join(reasons)}")
 
 
 def target_tokenizer(context: GateContext) -> Finding:
@@ -140,6 +164,11 @@ def target_remote_code(context: GateContext) -> Finding:
 
 def _no_target(check: str) -> Finding:
     return unsure(check, "the target was not opened", "Check target.model.")
+
+
+def _boundaries(context: GateContext, target: Target) -> tuple[int, ...]:
+    layers, written = target.config.layers, context.recipe.extract.boundaries
+    return check_boundaries(default_boundaries(layers) if written is None else written, layers)
 
 
 def _listed(problems: list[str], shown: int = 5) -> str:

@@ -16,7 +16,7 @@ from draftproof.vocab.build import choose, count_tokens, coverage
 if TYPE_CHECKING:
     from draftproof.target.target import Target
 
-NAME, VERSION, NEEDS = "vocab", 1, ("prepare",)
+VERSION, NEEDS = 1, ("prepare",)
 
 COVERAGE = "coverage.json"
 
@@ -28,7 +28,9 @@ def run(task: StageTask, settings: VocabSettings, target: Target) -> Outcome:
     tokenizer = load_tokenizer(target)
     train = count_tokens(rows.supervised_ids("train"), vocab_size)
     validation = count_tokens(rows.supervised_ids("validation"), vocab_size)
-    chosen = choose(train, settings.size, named=named_ids(tokenizer, vocab_size), always=stop_ids(tokenizer, target))
+    named, stops = named_ids(tokenizer, vocab_size), stop_ids(tokenizer, target)
+    size = settings.at_most(int(named.sum())) if settings.size == "auto" else settings.size
+    chosen = choose(train, size, named=named, always=stops)
     mapping = chosen.mapping
     save_mapping(task.out, mapping)
     counts = {
