@@ -2,7 +2,8 @@
 
 An artifact is a folder with a `manifest.json`, written last, by rename:
 
-    with building(run / "vocab", stage="vocab", version=1, ingredients={...}) as build:
+    if reusable(run / "vocab", stage="vocab", ingredients={...}) is None:
+        build = open_build(run / "vocab", stage="vocab", ingredients={...})
         write_files(build.folder)                   # RUN/.vocab.partial/
         build.finish(outcome)                       # hash, manifest, rename to RUN/vocab/
 
@@ -118,47 +119,79 @@ def partial_folder(final: Path) -> Path:
     return final.with_name(f".{final.name}.partial")
 
 
-def open_build(final: Path, *, stage: str, ingredients: Mapping[str, Any], predicted: Mapping[str, float] | None = None) -> Build:
-    """Start or go on with an artifact. Refuses when the unfinished work there has other ingredients."""
+def open_build(
+    final: Path,
+    *,
+    stage: str,
+    ingredients: Mapping[str, Any],
+    conditions: Mapping[str, Any] | None = None,
+    predicted: Mapping[str, float] | None = None,
+) -> Build:
+    """Start or go on with an artifact. Refuses when the unfinished work there has other ingredients, or was begun
+    under other `conditions` (device, dtype): halves of two kinds must not be joined, whole ones may be used anywhere."""
     folder = partial_folder(final)
-    wanted = _plain(ingredients)
+    under = {"conditions": conditions} if conditions else {}
+    begun = _plain({**ingredients, **under})
     marker = folder / _INGREDIENTS
-    if (folder / MANIFEST).exists():  # sealed, but the last rename did not happen
+    if (folder / MANIFEST).exists():  # sealed, but the last rename did not happen: `reusable` did not want it as it is
+        write_atomic(marker, _canonical({**read_manifest(folder).ingredients, **under}))
         (folder / MANIFEST).unlink()
-        write_atomic(marker, _canonical(wanted))
     if marker.exists():
         found = read_json(marker)
-        if found != wanted:
-            raise _other_work(final, "unfinished work", found, wanted)
+        if found != begun:
+            raise _other_work(final, "unfinished work", found, begun)
     else:
         if folder.exists():
             shutil.rmtree(folder)  # killed before it said what it was: holds nothing of value
         folder.mkdir(parents=True)
-        write_atomic(marker, _canonical(wanted))
-    return Build(folder, final, stage, wanted, now(), dict(predicted or {}))
+        write_atomic(marker, _canonical(begun))
+    return Build(folder, final, stage, _plain(ingredients), now(), dict(predicted or {}))
 
 
 def reusable(final: Path, *, stage: str, ingredients: Mapping[str, Any]) -> Manifest | None:
     """The manifest when `final` is finished, whole, and of these ingredients; None when it is not there.
 
-    Raises OtherRunsWork, naming the differing field, or DamagedArtifact, naming the file.
+    Work that was sealed but not renamed gets its name now. Raises OtherRunsWork, naming the differing field, or
+    DamagedArtifact, naming the file.
     """
-    if not final.exists():
+    wanted = _plain(ingredients)
+    if not final.exists() and not _rename_sealed(final, wanted):
         return None
     manifest = verify(final)
-    wanted = _plain(ingredients)
     if manifest.stage != stage or manifest.ingredients != wanted:
-        raise _other_work(final, "work", manifest.ingredients, wanted)
+        raise _other_work(final, "work", {"stage": manifest.stage, **manifest.ingredients}, {"stage": stage, **wanted})
     return manifest
+
+
+def _rename_sealed(final: Path, wanted: dict[str, Any]) -> bool:
+    """Do the last rename of work that a kill left between manifest and rename; False where there is none, or other work."""
+    folder = partial_folder(final)
+    if not (folder / MANIFEST).exists() or read_manifest(folder).ingredients != wanted:
+        return False
+    (folder / _INGREDIENTS).unlink(missing_ok=True)
+    os.replace(folder, final)
+    sync_folder(final.parent)
+    return True
 
 
 def discard(final: Path) -> None:
     """Remove an artifact and its unfinished work, so that nothing half-removed can be taken for whole."""
     for folder in (final, partial_folder(final)):
-        if folder.exists():
-            doomed = folder.with_name(f".{folder.name.strip('.')}.discarded-{os.getpid()}")
+        name = f".{folder.name.strip('.')}.discarded-"
+        for earlier in folder.parent.glob(f"{name}*"):  # killed while it was removed
+            _remove(earlier)
+        if folder.exists() or folder.is_symlink():
+            doomed = folder.with_name(f"{name}{os.getpid()}")
             os.replace(folder, doomed)
-            shutil.rmtree(doomed)
+            _remove(doomed)
+
+
+def _remove(folder: Path) -> None:
+    """A folder with all it holds; of a link to one, the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -176,6 +209,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedArtifact(
             f"The manifest is damaged: {error.errors()[0]['msg']}.", where=str(path), remedy="Make the artifact again with --from."
         ) from None
+    if manifest.schema_version != SCHEMA_VERSION:
+        raise DamagedArtifact(
+            f"The manifest has schema version {manifest.schema_version}; this draftproof reads {SCHEMA_VERSION}.",
+            where=str(path),
+            remedy="Use the version of draftproof that made it, or make it again with --from.",
+        )
     if manifest.fingerprint != fingerprint(manifest.ingredients):
         raise DamagedArtifact(
             "The manifest's fingerprint is not that of its ingredients.", where=str(path), remedy="Make the artifact again with --from."
@@ -192,17 +231,21 @@ def problems(folder: Path, manifest: Manifest, *, deep: bool = False) -> list[st
     found = []
     for name, record in manifest.files.items():
         path = folder / name
-        if not path.is_file() or not path.resolve().is_relative_to(folder.resolve()):
+        if not path.is_file():
             found.append(f"{name} is missing.")
+            continue
+        if not path.resolve().is_relative_to(folder.resolve()):
+            found.append(f"{name} is a link that leaves the folder.")
             continue
         stat = path.stat()
         if stat.st_size != record.size:
             found.append(f"{name} has {stat.st_size} bytes, its manifest says {record.size}.")
         elif (deep or stat.st_mtime_ns != record.mtime_ns) and hash_file(path) != record.hash:
             found.append(f"{name} does not hash to what its manifest says.")
+    found += [f"{name} is missing." for name in manifest.documents if not (folder / name).is_file()]
     known = set(manifest.files) | set(manifest.documents) | {MANIFEST}
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.relative_to(folder).as_posix() not in known:
+        if (path.is_symlink() or not path.is_dir()) and path.relative_to(folder).as_posix() not in known:
             found.append(f"{path.relative_to(folder).as_posix()} is not in the manifest.")
     return found
 
@@ -228,7 +271,7 @@ def differing_fields(found: Mapping[str, Any], wanted: Mapping[str, Any], prefix
     """`field: OLD there, NEW wanted` for each leaf that differs."""
     sentences: list[str] = []
     for key in sorted(set(found) | set(wanted)):
-        old, new = found.get(key), wanted.get(key)
+        old, new = found.get(key, _ABSENT), wanted.get(key, _ABSENT)
         if old == new:
             continue
         if isinstance(old, Mapping) and isinstance(new, Mapping):
@@ -322,14 +365,17 @@ class Journal:
         if self._end is None:
             self._end = max((end for _, end in self._records()), default=0)
         end = self._end
-        body = json.dumps(record, sort_keys=True, ensure_ascii=False)
-        line = f"{_line_check(body)} {body}\n".encode()
-        with self.path.open("r+b" if self.path.exists() else "w+b") as stream:
+        body = json.dumps(record, sort_keys=True).encode()
+        line = _line_check(body) + b" " + body + b"\n"
+        new = not self.path.exists()
+        with self.path.open("w+b" if new else "r+b") as stream:
             stream.truncate(end)
             stream.seek(end)
             stream.write(line)
             stream.flush()
             os.fsync(stream.fileno())
+        if new:
+            sync_folder(self.path.parent)
         self._end = end + len(line)
 
     def _records(self) -> Iterator[tuple[dict[str, Any], int]]:
@@ -343,7 +389,7 @@ class Journal:
             newline = data.find(b"\n", offset)
             line = data[offset:newline] if newline >= 0 else data[offset:]
             check, _, body = line.partition(b" ")
-            whole = newline >= 0 and check.decode("ascii", "replace") == _line_check(body.decode("utf-8", "replace"))
+            whole = newline >= 0 and check == _line_check(body)
             if not whole:
                 if newline >= 0 and newline + 1 < len(data):
                     raise DamagedArtifact(
@@ -359,8 +405,8 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _line_check(body: str) -> str:
-    return blake3.blake3(body.encode()).hexdigest(length=4)
+def _line_check(body: bytes) -> bytes:
+    return blake3.blake3(body).hexdigest(length=4).encode()
 
 
 def _canonical(value: Mapping[str, Any]) -> bytes:
@@ -373,7 +419,12 @@ def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
+_ABSENT = object()
+
+
 def _short(value: Any) -> str:
+    if value is _ABSENT:
+        return "nothing"
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 40 else text[:37] + "..."
 

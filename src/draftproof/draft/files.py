@@ -26,8 +26,13 @@ def save_draft(folder: Path, config: DraftConfig, tensors: dict[str, Tensor]) ->
 
 def load_draft(folder: Path) -> tuple[Eagle3Draft, DraftConfig]:
     """Build the draft from its config and load it strictly; raises DamagedArtifact naming the tensor."""
-    values = read_json(folder / CONFIG)
-    config = DraftConfig(**{**values, "boundaries": tuple(values["boundaries"])})
+    try:
+        values = read_json(folder / CONFIG)
+        config = DraftConfig(**{**values, "boundaries": tuple(values["boundaries"])})
+    except (OSError, TypeError, KeyError) as error:
+        raise DamagedArtifact(
+            f"The draft's config cannot be read: {error}.", where=str(folder / CONFIG), remedy="Train again with --from train."
+        ) from None
     try:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:

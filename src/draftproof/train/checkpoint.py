@@ -30,7 +30,9 @@ class Position:
     """Counted step-0 rows seen."""
     best_step: int
     best_length: float
-    """Held-out acceptance length (forecast by walk) of the best weights; 0.0 before the first forecast."""
+    """Held-out acceptance length of the best weights; 0.0 before the first forecast."""
+    selected_by: str = "walk"
+    """`walk`, or `start` where no held-out answer is long enough for a whole cycle."""
 
 
 def save_checkpoint(folder: Path, position: Position, draft: Eagle3Draft, optimizer: torch.optim.AdamW, best: dict[str, Tensor]) -> None:
@@ -54,7 +56,7 @@ def load_checkpoint(folder: Path, draft: Eagle3Draft, optimizer: torch.optim.Ada
         with safe_open(path, framework="pt") as file:
             position = Position(**json.loads(file.metadata()["position"]))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
-    except (SafetensorError, KeyError, json.JSONDecodeError):
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError):
         return None
     draft.load_state_dict({name.removeprefix("draft."): value for name, value in tensors.items() if name.startswith("draft.")})
     names = [name for name, parameter in draft.named_parameters() if parameter.requires_grad]
