@@ -74,7 +74,8 @@ def split(onpolicy: Path, work: Path) -> tuple[Path, Path]:
     train_file, held_out = work / "train.jsonl", work / "held-out.jsonl"
     if train_file.exists() and held_out.exists():
         return train_file, held_out
-    with train_file.open("w") as into_train, held_out.open("w") as into_held_out:
+    parts = train_file.with_suffix(".part"), held_out.with_suffix(".part")
+    with parts[0].open("w") as into_train, parts[1].open("w") as into_held_out:
         for path in sorted(onpolicy.glob("*.jsonl.gz")):
             with gzip.open(path, "rt", encoding="utf-8") as stream:
                 for line in stream:
@@ -83,6 +84,8 @@ def split(onpolicy: Path, work: Path) -> tuple[Path, Path]:
                         into_train.write(line)
                     elif row["sampling"] == "greedy":
                         into_held_out.write(line)
+    parts[0].rename(train_file)
+    parts[1].rename(held_out)
     return train_file, held_out
 
 
@@ -100,9 +103,10 @@ def starts(loaded: LoadedRecipe, work: Path) -> None:
     """The three first weights, trained alike."""
     rows = []
     for start in ("target", "state", "random"):
-        chosen = load(work / "quality.yaml", [f"draft.start={start}", "train.steps=700", "train.evaluations=2"])
+        overrides = [f"draft.start={start}", "train.steps=700", "train.evaluations=2"]
+        chosen = load(work / "quality.yaml", overrides, run_dir=str(work / "starts"))
         run_line(chosen, progress=Progress(), first="train" if rows else None, last="train")
-        for line in map(json.loads, (work / "run" / "train" / "metrics.jsonl").read_text().splitlines()):
+        for line in map(json.loads, (work / "starts" / "train" / "metrics.jsonl").read_text().splitlines()):
             if line["kind"] == "forecast":
                 rows.append([start, line["step"], _length(line["by_start"]), _length(line["by_walk"])])
     print(table(["start", "steps", "by start", "by walk"], rows))

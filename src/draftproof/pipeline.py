@@ -9,6 +9,7 @@ from what its own journal proves.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import re
 import sys
@@ -20,8 +21,8 @@ from types import ModuleType
 from typing import Any, Literal
 
 from draftproof.artifact import Manifest, discard, open_build, read_json, reusable, verify, write_atomic, write_json
-from draftproof.errors import UsageError
-from draftproof.gate.gate import GateContext, GateReport, enforce, run_gate
+from draftproof.errors import DraftproofError, UsageError
+from draftproof.gate.gate import GateContext, GateReport, check_name, enforce, run_gate
 from draftproof.plan import make_plan, measure_flops
 from draftproof.progress import Progress
 from draftproof.recipe import LoadedRecipe, Recipe
@@ -42,19 +43,31 @@ class Stage:
     absent: Callable[[Recipe], bool] = field(default=lambda recipe: False)
     """True where the recipe leaves the stage out."""
     progress_file: str | None = None
-    """What unfinished work goes on from; None where the stage, being short, starts over."""
+    """What unfinished work goes on from; None where the stage starts over."""
+    seeded: bool = False
+    """True where the seed changes the result."""
 
     def module(self) -> ModuleType:
         """Its `stage.py`, imported when it is needed: most commands need no torch."""
         return importlib.import_module(f"draftproof.{self.name}.stage")
 
 
+def _of_train(recipe: Recipe) -> dict[str, Any]:
+    return {"draft": recipe.draft, "draft_tokens": recipe.evaluate.draft_tokens}
+
+
 LINE: tuple[Stage, ...] = (
-    Stage("regenerate", lambda recipe: recipe.regenerate, absent=lambda recipe: recipe.regenerate is None, progress_file="journal.jsonl"),
+    Stage(
+        "regenerate",
+        lambda recipe: recipe.regenerate,
+        absent=lambda recipe: recipe.regenerate is None,
+        progress_file="journal.jsonl",
+        seeded=True,
+    ),
     Stage("prepare", lambda recipe: recipe.data),
     Stage("vocab", lambda recipe: recipe.vocab),
     Stage("extract", lambda recipe: recipe.extract, progress_file="journal.jsonl"),
-    Stage("train", lambda recipe: recipe.train, lambda recipe: {"draft": recipe.draft}, progress_file="resume.safetensors"),
+    Stage("train", lambda recipe: recipe.train, _of_train, progress_file="resume.safetensors", seeded=True),
     Stage("export", lambda recipe: recipe.export, lambda recipe: {"draft_tokens": recipe.evaluate.draft_tokens}),
     Stage("evaluate", lambda recipe: recipe.evaluate),
 )
@@ -103,6 +116,9 @@ def run_line(
     for name in (first, last, only):
         if name is not None and name not in names:
             raise UsageError(f"This recipe has no stage {name!r}.", remedy=f"Its stages: {', '.join(names)}.")
+    if first is not None and last is not None and names.index(first) > names.index(last):
+        raise UsageError(f"--from {first} stands after --until {last}.", remedy="Swap them.")
+    _check_waivers(recipe)
     with stops_on_full_disk(run_dir), locked(run_dir):
         sweep(run_dir)
         device = choose_device(recipe)
@@ -122,6 +138,21 @@ def run_line(
         if (run_dir / names[-1] / "manifest.json").exists() and only is None:
             report = _finish(run_dir)
         return RunDone(run_dir, done, report)
+
+
+def _check_waivers(recipe: Recipe) -> None:
+    """A waiver of a check that does not exist would be a surprise at the worst moment."""
+    from draftproof.gate.catalog import CHECKS
+
+    known = sorted({check_name(check) for checks in CHECKS.values() for check in checks})
+    for name in recipe.gates.waive:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise UsageError(
+                f"There is no check {name!r} to waive.",
+                where="gates.waive",
+                remedy=f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(known)}.",
+            )
 
 
 def _finish(run_dir: Path) -> Path:
@@ -164,7 +195,7 @@ class _Line:
         manifests = {name: verify(folder) for name, folder in folders.items()}
         ingredients = {
             "stage_version": module.VERSION,
-            "seed": self.recipe.run.seed,
+            **({"seed": self.recipe.run.seed} if stage.seeded else {}),
             **module.ingredients(settings, self.target, manifests, **extra),
         }
         final = self.run_dir / stage.name
@@ -174,14 +205,17 @@ class _Line:
         if (manifest := reusable(final, stage=stage.name, ingredients=ingredients)) is not None:
             return StageDone(stage.name, "kept", manifest)
 
-        plan = make_plan(self.recipe, self.target, self.run_dir, flops=self._rate()).stages[stage.name]
-        checkpoint = self._checkpoint(stage.name, folders, final, plan)
+        plan = self._plan(stage.name)
+        checkpoint = self._checkpoint(stage.name, folders, final, plan if isinstance(plan, StagePlan) else None)
         checkpoint("before", None)
+        if not isinstance(plan, StagePlan):  # and no gate had anything to say about it
+            raise plan
         predicted = {"bytes": float(plan.bytes), **({"seconds": plan.seconds} if plan.seconds is not None else {})}
         if plan.memory is not None:
             predicted["memory"] = float(plan.memory)
         drop_worthless(final, stage.progress_file)
-        build = open_build(final, stage=stage.name, ingredients=ingredients, predicted=predicted)
+        conditions = self._conditions() if stage.progress_file is not None else None
+        build = open_build(final, stage=stage.name, ingredients=ingredients, conditions=conditions, predicted=predicted)
         self.write_recipe()
         self._set_threads()
         task = StageTask(
@@ -195,10 +229,18 @@ class _Line:
         outcome.actual.update(cost)
         return StageDone(stage.name, "made", build.finish(outcome))
 
-    def _checkpoint(self, name: str, inputs: Mapping[str, Path], out: Path, plan: StagePlan) -> Callable[[Point, Any], None]:
+    def _plan(self, name: str) -> StagePlan | DraftproofError:
+        """The plan of a stage, or why there is none: a damaged target cannot be planned, but its gate still names all that is wrong."""
+        try:
+            return make_plan(self.recipe, self.target, self.run_dir, flops=self._rate()).stages[name]
+        except DraftproofError as error:
+            return error
+
+    def _checkpoint(self, name: str, inputs: Mapping[str, Path], out: Path, plan: StagePlan | None) -> Callable[[Point, Any], None]:
         """The door through which a stage meets its gate; every verdict is written before it is enforced."""
         from draftproof.gate.catalog import CHECKS
 
+        protects = f"the stage {name}" if plan is None else plan.protects
         path = self.run_dir / "gates" / f"{STAGE_NAMES.index(name) + 1:02d}-{name}.json"
         points: dict[str, Any] = {shown["point"]: shown for shown in read_json(path)["points"]} if path.is_file() else {}
 
@@ -207,13 +249,19 @@ class _Line:
             if not checks:
                 return
             context = GateContext(name, point, self.recipe, self.target, inputs, out, plan, evidence)
-            report = run_gate(context, checks, protects=plan.protects)
+            report = run_gate(context, checks, protects=protects)
             points[point] = {"point": point, "verdict": report.verdict, "findings": [asdict(finding) for finding in report.findings]}
-            write_json(path, {"stage": name, "protects": plan.protects, "points": list(points.values())})
+            write_json(path, {"stage": name, "protects": protects, "points": list(points.values())})
             self.announce_gate(report)
             enforce(report)
 
         return checkpoint
+
+    def _conditions(self) -> dict[str, str]:
+        """What unfinished work must go on under."""
+        from draftproof.target.loaded import compute_dtype
+
+        return {"device": self.device, "dtype": compute_dtype(self.target, self.device)}
 
     def _is_absent(self, name: str) -> bool:
         return any(stage.name == name and stage.absent(self.recipe) for stage in LINE)

@@ -21,6 +21,7 @@ import numpy as np
 
 from draftproof.artifact import MANIFEST, read_manifest
 from draftproof.recipe import Recipe
+from draftproof.records.layout import StoreLayout, token_bytes
 from draftproof.stage import StagePlan
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ PREFILL_EFFICIENCY = 0.6
 """Share of the matrix-product rate that a transformers prefill reaches (measured on the demo: 0.5 to 0.7)."""
 DECODE_EFFICIENCY = 0.25
 """The same for batched decoding, which waits for memory."""
+LIBRARIES = 700 * 2**20
+"""Resident bytes of Python with torch and transformers imported."""
 TRAIN_EFFICIENCY = 0.5
 """The same for the training step."""
 
@@ -55,27 +58,27 @@ class RunPlan:
 def make_plan(recipe: Recipe, target: Target, run_dir: Path, *, flops: float | None) -> RunPlan:
     """The plan of a run. `flops`: floating-point operations a second of this device; None leaves seconds open."""
     config = target.config
-    weights = target.weights()
-    weight_bytes = sum(weights.info(name).stop - weights.info(name).start for name in weights.names)
+    weight_bytes = sum(path.stat().st_size for path in target.folder.glob("*.safetensors"))
     parameters = weight_bytes // (4 if config.dtype == "float32" else 2)
     embedding = config.vocab_size * config.hidden_size
     active = parameters - embedding * (1 if config.tied_head else 2)  # per token, without the head
     tokens, supervised, prompts, known = _count_tokens(recipe, run_dir)
     aux = len(recipe.extract.boundaries or (0, 0, 0))
     width = config.hidden_size
-    state_bytes = aux * (width + 4 if recipe.extract.codec == "fp8" else 2 * width) + 2 * width + 8
-    draft_size = recipe.vocab.size or config.vocab_size
+    layout = StoreLayout(tuple(range(1, aux + 1)), width, recipe.extract.codec, config.vocab_size)
+    draft_size = recipe.vocab.at_most(config.vocab_size)
     draft = _draft_parameters(config, recipe, aux, draft_size)
 
     def seconds(operations: float, efficiency: float) -> float | None:
         return None if flops is None else operations / (flops * efficiency)
 
     prefill = seconds(2 * (active + embedding) * tokens, PREFILL_EFFICIENCY)
-    answered = min(recipe.evaluate.prompts or prompts, prompts) * recipe.evaluate.max_tokens
+    asked = _count_bench(recipe, run_dir, prompts)
+    answered = min(recipe.evaluate.prompts or asked, asked) * recipe.evaluate.max_tokens
     epochs = recipe.train.epochs if recipe.train.steps is None else recipe.train.steps * recipe.train.batch_tokens / max(tokens, 1)
     trained = epochs * supervised * (6 * draft * recipe.train.unroll + 2 * draft_size * width)
-    working = 2 * weight_bytes if config.dtype != "float32" else weight_bytes
-    store = tokens * state_bytes
+    working = LIBRARIES + (2 * weight_bytes if config.dtype != "float32" else weight_bytes)  # float32 on a CPU
+    store = tokens * token_bytes(layout)
     answer = seconds(2 * (active + embedding) * tokens, DECODE_EFFICIENCY)
     judge = seconds(3 * 2 * (active + embedding) * answered, DECODE_EFFICIENCY)
     pass_over = _time_at_risk(f"a pass of the target over {tokens:,} tokens", prefill)
@@ -83,11 +86,13 @@ def make_plan(recipe: Recipe, target: Target, run_dir: Path, *, flops: float | N
     folder = 2 * (draft + embedding)
     formats = len(recipe.export.formats)
     stages = {
-        "regenerate": StagePlan(tokens * 8, 4, answer, working, f"answers to {prompts:,} prompts"),
+        "regenerate": StagePlan(tokens * 16, 4, answer, working, f"answers to {prompts:,} prompts"),
         "prepare": StagePlan(tokens * 6, 6, tokens / 100_000, None, f"rows of {tokens:,} tokens"),
         "vocab": StagePlan(9 * config.vocab_size, 3, tokens / 5_000_000, None, "the draft vocabulary"),
-        "extract": StagePlan(store, 4 + int(store / (recipe.extract.shard_gb * 1e9)), prefill, working, pass_over),
-        "train": StagePlan(20 * draft, 6, seconds(trained, TRAIN_EFFICIENCY), 20 * draft, training),
+        "extract": StagePlan(
+            store, 3 + _shards(tokens, prompts, int(recipe.extract.shard_gb * 1e9 // token_bytes(layout))), prefill, working, pass_over
+        ),
+        "train": StagePlan(36 * draft, 6, seconds(trained, TRAIN_EFFICIENCY), LIBRARIES + 40 * draft, training),
         "export": StagePlan(2 * formats * folder, 8 * formats, None, 2 * folder, "the folders that engines load"),
         "evaluate": StagePlan(2**20, 4, judge, working, f"answers of {answered:,} tokens, three ways"),
     }
@@ -132,6 +137,22 @@ def _draft_parameters(config: TargetConfig, recipe: Recipe, aux: int, draft_size
     attention = 2 * h * heads + 4 * h * config.kv_heads * config.head_dim + heads * h
     mlp = 3 * h * (recipe.draft.intermediate_size or config.intermediate_size)
     return attention + mlp + draft_size * h + aux * h * h
+
+
+def _count_bench(recipe: Recipe, run_dir: Path, prompts: int) -> int:
+    """Prompts that `evaluate` finds: lines of the bench files, or held-out rows."""
+    if recipe.evaluate.bench:
+        return _size_and_lines(recipe.evaluate.bench)[1]
+    if (run_dir / "prepare" / MANIFEST).is_file():
+        return int(read_manifest(run_dir / "prepare").counts["splits"]["validation"])
+    validation = recipe.data.validation
+    return _size_and_lines([validation])[1] if isinstance(validation, str) else max(1, round(validation * prompts))
+
+
+def _shards(tokens: int, rows: int, room: int) -> int:
+    """Shards of `room` tokens at most; rows are not cut, so each shard may lack nearly one of mean length."""
+    mean = tokens / max(rows, 1)
+    return 1 + int(tokens / max(room - mean, mean, 1))
 
 
 def _count_tokens(recipe: Recipe, run_dir: Path) -> tuple[int, int, int, bool]:

@@ -141,9 +141,12 @@ def test_logits_get_gradient_only_where_they_count(make_draft: Callable[..., Eag
     draft = make_draft()
     tokens, aux, embedding = _packed()
     supervised, begins = _mask()
-    by_step = {
-        out.step: sorted(out.starts.tolist()) for out in unroll(draft, plan_unroll(supervised, begins, LENGTHS, 3), tokens, aux, embedding)
-    }
+    by_step = {}
+    for out in unroll(draft, plan_unroll(supervised, begins, LENGTHS, 3), tokens, aux, embedding):
+        logits = draft.logits(out.state)
+        (gradient,) = torch.autograd.grad(logits.square().sum(), logits, retain_graph=True)
+        touched = out.starts[gradient.abs().sum(-1) > 0]
+        by_step[out.step] = sorted(touched.tolist())
     assert by_step == {
         0: [2, 3, 4, 5, 6, 14, 15, 16, 18, 19, 20, 21, 22],
         1: [2, 3, 4, 5, 14, 15, 18, 19, 20, 21],

@@ -35,7 +35,7 @@ class _Killed(BaseException):
 
 def _train(tiny: TinyRun, target: Target, folder: Path, settings: TrainSettings = SETTINGS, **draft: Any) -> Any:
     folder.mkdir(exist_ok=True)
-    return run(tiny.task(folder), settings, target, draft=DraftSettings(**draft))
+    return run(tiny.task(folder), settings, target, draft=DraftSettings(**draft), draft_tokens=3)
 
 
 def _losses(folder: Path) -> dict[int, float]:

@@ -60,14 +60,20 @@ def start_draft(draft: Eagle3Draft, *, start: str, seed: int, head: Tensor, targ
 
 
 def _last_layer(draft: Eagle3Draft, target: Target) -> dict[str, Tensor] | None:
-    """The target's last layer and final norm in float32, or None where it has other names, shapes or packings."""
+    """The target's last layer and final norm in float32, or None where it is another kind of layer: other tensors
+    (biases, norms of its own), shapes, packings or activation."""
     weights, config = target.weights(), target.config
+    if config.hidden_act != draft.config.hidden_act:
+        return None
     ending = f"layers.{config.layers - 1}."
     h = draft.config.hidden_size
     own = dict(draft.layer.named_parameters())
+    known = {f"{name}.weight" for name in (*_SAME, *_HALF, "input_layernorm")}
+    if {name.partition(ending)[2] for name in weights.names if ending in name} != known:
+        return None
     found: dict[str, Tensor] = {}
     for name in (*_SAME, *_HALF, "input_layernorm"):
-        full = [known for known in weights.names if known.endswith(f"{ending}{name}.weight")]
+        full = [there for there in weights.names if there.endswith(f"{ending}{name}.weight")]
         shape = list(own[f"{name}.weight"].shape)
         if name in _HALF:
             shape[1] = h

@@ -13,7 +13,7 @@ Letters: B prompts, T tokens fed at once, K drafted tokens, A boundaries, H hidd
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -91,11 +91,12 @@ def decode(
     max_tokens: int,
     stop_ids: Collection[int],
     batch_size: int = 16,
+    done: Callable[[int], None] = lambda prompts: None,
 ) -> Decoded:
     """Answer every prompt greedily.
 
     `model` is a transformers causal LM in eval mode; prompts are token ids. `draft_tokens` 0 is the target
-    alone. Prompts of like length run together, `batch_size` at a time.
+    alone. Prompts of like length run together, `batch_size` at a time; `done` hears how many were answered.
     """
     outputs: list[list[int]] = [[] for _ in prompts]
     accepted: list[list[int]] = [[] for _ in prompts]
@@ -106,6 +107,7 @@ def decode(
         for first in range(0, len(order), batch_size):
             group = order[first : first + batch_size]
             _decode_group(target, drafter, prompts, group, outputs, accepted, draft_tokens, max_tokens, frozenset(stop_ids))
+            done(len(group))
     return Decoded(outputs, accepted, time.monotonic() - started)
 
 
@@ -117,10 +119,19 @@ class _Pass:
     captured: Captured
     boundaries: tuple[int, ...]
 
-    def __call__(self, cache: DynamicCache, fed: Tensor, positions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, cache: DynamicCache, fed: Tensor, positions: Tensor, valid: Tensor, *, logits: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
         """Feed [B, T] after the cached columns; `valid` bool [B, C]. Returns its argmax after each fed token, int64
-        [B, T], and aux [B, T, A, H]."""
-        out = self.model(input_ids=fed, attention_mask=valid, position_ids=positions, past_key_values=cache, use_cache=True)
+        [B, T] (of the last `logits` only, since those of a long prompt would fill the memory), and aux [B, T, A, H]."""
+        out = self.model(
+            input_ids=fed,
+            attention_mask=valid,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=logits,
+        )
         states = self.captured.take() if self.boundaries else {}
         aux = torch.stack([states[boundary] for boundary in self.boundaries], dim=2) if self.boundaries else None
         return out.logits.argmax(-1), aux
@@ -149,7 +160,7 @@ def _decode_group(
         valid[row, width - len(prompts[index]) :] = True
     positions = (valid.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache()
-    choices, aux = target(cache, fed, positions, valid)
+    choices, aux = target(cache, fed, positions, valid, logits=1)
     bonus = choices[:, -1]
     following = torch.cat([fed[:, 1:], bonus[:, None]], dim=1)
     length = valid.sum(-1)

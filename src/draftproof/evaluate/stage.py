@@ -5,7 +5,9 @@ result.json holds what is the same on every run (the document of `--json evaluat
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from draftproof.artifact import Manifest, hash_file, write_json
 from draftproof.draft.files import load_draft
 from draftproof.errors import UsageError
-from draftproof.evaluate.decode import Decoded, EagleDrafter, PromptLookup, TargetAlone, acceptance, decode
+from draftproof.evaluate.decode import Decoded, Drafter, EagleDrafter, PromptLookup, TargetAlone, acceptance, decode
 from draftproof.evaluate.prompts import BenchPrompt, read_prompts
 from draftproof.evaluate.serve import ServedAcceptance, serve, vllm_version
 from draftproof.recipe import EvaluateSettings
@@ -25,7 +27,7 @@ from draftproof.target.target import Target
 from draftproof.target.tokenizer import load_tokenizer, stop_ids
 from draftproof.target.weights import embedding_name
 
-NAME, VERSION, NEEDS = "evaluate", 1, ("prepare", "vocab", "train", "export")
+VERSION, NEEDS = 1, ("prepare", "vocab", "train", "export")
 
 DECODING = "greedy, chain"
 
@@ -38,16 +40,46 @@ def ingredients(settings: EvaluateSettings, target: Target, inputs: Mapping[str,
         "mapping": inputs["vocab"].contents["mapping"],
         "export": inputs["export"].contents["tensors"],
         "prompts": _prompt_source(settings, inputs),
-        "evaluate": settings.model_dump(mode="json", exclude={"bench"}),
+        "evaluate": settings.model_dump(mode="json", exclude={"bench", "serve", "serve_timeout_s", "batch_size"}),
+        "serves": serves(settings),
     }
+
+
+def serves(settings: EvaluateSettings) -> bool:
+    """Whether this machine will serve: `auto` does where vLLM is installed."""
+    return settings.serve == "vllm" or (settings.serve == "auto" and vllm_version() is not None)
 
 
 def run(task: StageTask, settings: EvaluateSettings, target: Target) -> Outcome:
     """Decode every prompt with the target alone, with the draft, and with prompt lookup; then serve, if asked."""
     tokenizer = load_tokenizer(target)
     stops = frozenset(stop_ids(tokenizer, target))
-    prompts = read_prompts(settings, task.inputs["prepare"], tokenizer)
+    longest = target.config.max_positions - settings.max_tokens
+    prompts = read_prompts(settings, task.inputs["prepare"], tokenizer, longest)
     task.checkpoint("loading", None)
+    reference = _reference(task, settings, target, prompts, stops)
+    served = _serve(task, settings, target, prompts, stops, reference) if serves(settings) else None
+    result, timing = _result(settings, prompts, reference, served)
+    write_json(task.out / "result.json", result)
+    write_json(task.out / "timing.json", timing)
+    return Outcome(counts=result, contents={"result": hash_file(task.out / "result.json")}, actual=timing)
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What the reference decoder gave, three ways."""
+
+    alone: Decoded
+    drafted: Decoded
+    looked_up: Decoded
+    dtype: str
+    """What target and draft computed in."""
+
+
+def _reference(
+    task: StageTask, settings: EvaluateSettings, target: Target, prompts: list[BenchPrompt], stops: frozenset[int]
+) -> _Reference:
+    """Decode every prompt with the target alone, with the draft, and with prompt lookup. Leaves nothing on the device."""
     model = load_model(target, task.device)
     dtype = next(model.parameters()).dtype
     weights = target.weights()
@@ -60,46 +92,55 @@ def run(task: StageTask, settings: EvaluateSettings, target: Target) -> Outcome:
     K = settings.draft_tokens
     with task.progress.meter("evaluate", 3 * len(prompts), "prompts") as meter:
 
-        def answer(drafter: Any, draft_tokens: int) -> Decoded:
-            decoded = decode(
+        def answer(drafter: Drafter, draft_tokens: int) -> Decoded:
+            return decode(
                 model,
                 drafter,
-                [p.token_ids for p in prompts],
+                [prompt.token_ids for prompt in prompts],
                 draft_tokens=draft_tokens,
                 max_tokens=settings.max_tokens,
                 stop_ids=stops,
                 batch_size=settings.batch_size,
+                done=meter.advance,
             )
-            meter.advance(len(prompts))
-            return decoded
 
-        alone = answer(TargetAlone(), 0)
-        drafted = answer(eagle, K)
-        looked_up = answer(PromptLookup(), K)
-    same = sum(a == b for a, b in zip(alone.outputs, drafted.outputs, strict=True))
+        return _Reference(answer(TargetAlone(), 0), answer(eagle, K), answer(PromptLookup(), K), str(dtype).removeprefix("torch."))
 
-    served = None
-    if settings.serve == "vllm" or (settings.serve == "auto" and vllm_version() is not None):
-        folder = task.inputs["export"] / "vllm"
-        if not folder.is_dir():
-            raise UsageError(
-                "evaluate.serve needs the vLLM folder, which this run did not export.",
-                where="export.formats",
-                remedy="Add vllm to export.formats, or set evaluate.serve=none.",
-            )
-        del model
-        served = serve(
-            folder,
-            target,
-            [p.token_ids for p in prompts],
-            draft_tokens=K,
-            max_tokens=settings.max_tokens,
-            stop_ids=sorted(stops),
-            dtype=str(dtype).removeprefix("torch."),
+
+def _serve(
+    task: StageTask, settings: EvaluateSettings, target: Target, prompts: list[BenchPrompt], stops: frozenset[int], reference: _Reference
+) -> ServedAcceptance:
+    """The same prompts through vLLM, after giving the device back."""
+    folder = task.inputs["export"] / "vllm"
+    if not folder.is_dir():
+        raise UsageError(
+            "evaluate.serve needs the vLLM folder, which this run did not export.",
+            where="export.formats",
+            remedy="Add vllm to export.formats, or set evaluate.serve=none.",
         )
+    gc.collect()
+    if task.device == "cuda":
+        torch.cuda.empty_cache()
+    return serve(
+        folder,
+        target,
+        [prompt.token_ids for prompt in prompts],
+        draft_tokens=settings.draft_tokens,
+        max_tokens=settings.max_tokens,
+        stop_ids=sorted(stops),
+        dtype=reference.dtype,
+        timeout_s=settings.serve_timeout_s,
+    )
 
+
+def _result(
+    settings: EvaluateSettings, prompts: list[BenchPrompt], reference: _Reference, served: ServedAcceptance | None
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """result.json and timing.json."""
+    K, alone, drafted, looked_up = settings.draft_tokens, reference.alone, reference.drafted, reference.looked_up
     length, by_position, cycles = acceptance(drafted.accepted, K)
     lookup_length, lookup_by_position, _ = acceptance(looked_up.accepted, K)
+    same = sum(a == b for a, b in zip(alone.outputs, drafted.outputs, strict=True))
     result = {
         "acceptance_length": length,
         "acceptance_by_position": by_position,
@@ -107,7 +148,7 @@ def run(task: StageTask, settings: EvaluateSettings, target: Target) -> Outcome:
         "draft_tokens": K,
         "decoding": DECODING,
         "temperature": 0.0,
-        "engine": f"transformers reference, {str(dtype).removeprefix('torch.')}",
+        "engine": f"transformers reference, {reference.dtype}",
         "prompts": len(prompts),
         "max_tokens": settings.max_tokens,
         "tokens": drafted.tokens,
@@ -116,14 +157,12 @@ def run(task: StageTask, settings: EvaluateSettings, target: Target) -> Outcome:
         "baselines": {"prompt_lookup": {"acceptance_length": lookup_length, "acceptance_by_position": lookup_by_position}},
         "served": None if served is None else _served(served, alone),
     }
-    write_json(task.out / "result.json", result)
     timing = {
         "target_alone_tokens_per_second": alone.tokens / alone.seconds,
         "draft_tokens_per_second": drafted.tokens / drafted.seconds,
         "prompt_lookup_tokens_per_second": looked_up.tokens / looked_up.seconds,
     }
-    write_json(task.out / "timing.json", timing)
-    return Outcome(counts=result, contents={"result": hash_file(task.out / "result.json")}, actual=timing)
+    return result, timing
 
 
 def _by_category(prompts: list[BenchPrompt], decoded: Decoded, draft_tokens: int) -> dict[str, dict[str, Any]]:
@@ -155,4 +194,4 @@ def _prompt_source(settings: EvaluateSettings, inputs: Mapping[str, Manifest]) -
     missing = [path for path in settings.bench if not Path(path).is_file()]
     if missing:
         raise UsageError("There is no such bench file.", where=missing[0], remedy="Mend evaluate.bench.")
-    return {Path(path).name: hash_file(Path(path)) for path in settings.bench}
+    return [[Path(path).name, hash_file(Path(path))] for path in settings.bench]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from draftproof.recipe import Recipe
 from draftproof.stage import Point, StagePlan
 
 if TYPE_CHECKING:
+    from draftproof.records.rows import RowTable
     from draftproof.target.target import Target
 
 _SEVERITY: dict[Status, int] = {"pass": 0, "warn": 1, "unknown": 2, "fail": 3}
@@ -40,6 +42,15 @@ class GateContext:
     """What the stage is expected to take."""
     evidence: Any = None
     """What the stage shows at this point; at `loaded` a CanaryEvidence."""
+
+    @cached_property
+    def rows(self) -> RowTable | None:
+        """The rows of `prepare`, read once for all checks; None where the stage reads none."""
+        if "prepare" not in self.inputs:
+            return None
+        from draftproof.records.rows import read_rows
+
+        return read_rows(self.inputs["prepare"])
 
 
 Check = Callable[[GateContext], Finding]
@@ -90,7 +101,7 @@ def enforce(report: GateReport) -> None:
     raise error(
         f"The gate before {report.stage} {sentence}: {worst[0].check}: {worst[0].evidence}{more}",
         where=f"{report.stage}, {report.point}",
-        remedy=worst[0].remedy or f"If you know better, waive it: gates.waive.{worst[0].check}: REASON.",
+        remedy=f"{worst[0].remedy} To overrule it, with a reason: gates: {{waive: {{{worst[0].check}: REASON}}}}.".strip(),
     )
 
 

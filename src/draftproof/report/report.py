@@ -178,7 +178,7 @@ def _training_charts(train: StageFacts) -> list[Chart]:
         unroll = min(len(s.get("loss_by_step") or []) for s in steps)
         for k in sorted({0, unroll - 1}) if unroll > 1 else []:
             series.append(Series(_ordinal(k + 1) + " drafted token", thin([(s["step"], s["loss_by_step"][k]) for s in steps])))
-        charts.append(line_chart("Training loss", series, x_label="optimizer step", y_label="cross entropy with the target"))
+        charts.append(line_chart("Training loss", series, x_label="optimizer step", y_label="KL divergence from the target"))
     if forecasts:
         by = {name: tuple((f["step"], f[key]["acceptance_length"]) for f in forecasts) for name, key in _FORECASTS.items()}
         best = (train.manifest.counts if train.manifest else {}).get("best_step")

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,8 @@ class Trained:
 
     position: Position
     best: dict[str, Tensor]
-    tokens_per_second: float
-    """Packed tokens a second of this session, the loader and forecasts included."""
-    last: Forecast | None
+    tokens_per_second: float | None
+    """Packed tokens a second of this session, the loader and forecasts included; None when nothing was left to do."""
 
 
 def train(
@@ -69,7 +68,7 @@ def train(
     metrics = _Metrics(out / METRICS, keep_until=position.step)
     meter.resume(position.step)
     save_at, measure_at = _marks(total, settings.checkpoints), _marks(total, settings.evaluations)
-    started, tokens, last = time.monotonic(), 0, None
+    started, tokens = time.monotonic(), 0
 
     for step, packed in _ahead(batch, position.step, total):
         moved = packed.to(device)
@@ -95,11 +94,11 @@ def train(
             raise NonFinite(
                 f"Loss {value} and gradient norm {norm} at step {step}; the step was not taken.",
                 where="rows " + ", ".join(key[:12] for key in packed.row_keys),
-                remedy="Look at these rows with `draftproof inspect`, or lower train.learning_rate; running again goes on before it.",
+                remedy="Look at these rows in prepare/rows, or lower train.learning_rate; running again goes on before this step.",
             )
         optimizer.step()
         tokens += len(packed.token_ids)
-        position = Position(step + 1, position.supervised_seen + packed.plan.counted(0), position.best_step, position.best_length)
+        position = replace(position, step=step + 1, supervised_seen=position.supervised_seen + packed.plan.counted(0))
         metrics.write(
             kind="step",
             step=step + 1,
@@ -116,15 +115,16 @@ def train(
             metrics.write(
                 kind="forecast", step=step + 1, by_walk=_shown(last.by_walk), by_start=_shown(last.by_start), loss_by_step=last.loss_by_step
             )
-            if last.by_walk.length > position.best_length or not best:
-                position = Position(position.step, position.supervised_seen, step + 1, last.by_walk.length)
+            chosen, selected_by = (last.by_walk, "walk") if last.by_walk.cycles else (last.by_start, "start")
+            if chosen.length > position.best_length or not best:
+                position = Position(position.step, position.supervised_seen, step + 1, chosen.length, selected_by)
                 best = {name: value.detach().cpu().clone() for name, value in draft.state_dict().items()}
         if step + 1 in save_at:
             metrics.flush()
             save_checkpoint(out, position, draft, optimizer, best)
         meter.advance(1, note=f"loss {value:.3f}  length {position.best_length:.2f}")
     metrics.flush()
-    return Trained(position, best, tokens / max(time.monotonic() - started, 1e-9), last)
+    return Trained(position, best, tokens / (time.monotonic() - started) if tokens else None)
 
 
 def autocast(device: str, settings: TrainSettings) -> contextlib.AbstractContextManager[Any]:

@@ -27,10 +27,12 @@ from draftproof.train.checkpoint import NAME as CHECKPOINT
 from draftproof.train.forecast import forecast
 from draftproof.train.loop import train
 
-NAME, VERSION, NEEDS = "train", 1, ("prepare", "vocab", "extract")
+VERSION, NEEDS = 1, ("prepare", "vocab", "extract")
 
 
-def ingredients(settings: TrainSettings, target: Target, inputs: Mapping[str, Manifest], *, draft: DraftSettings) -> dict[str, Any]:
+def ingredients(
+    settings: TrainSettings, target: Target, inputs: Mapping[str, Manifest], *, draft: DraftSettings, draft_tokens: int
+) -> dict[str, Any]:
     """What the weights depend on. `checkpoints` changes only how often we save, so it is left out."""
     return {
         "rows": inputs["prepare"].contents["rows"],
@@ -39,11 +41,13 @@ def ingredients(settings: TrainSettings, target: Target, inputs: Mapping[str, Ma
         "target": target.fingerprint,
         "train": settings.model_dump(mode="json", exclude={"checkpoints"}),
         "draft": draft.model_dump(mode="json"),
+        "draft_tokens": draft_tokens,
     }
 
 
-def run(task: StageTask, settings: TrainSettings, target: Target, *, draft: DraftSettings) -> Outcome:
-    """Train; the best weights by held-out acceptance become `draft.safetensors`. Raises DataError when no row can draft."""
+def run(task: StageTask, settings: TrainSettings, target: Target, *, draft: DraftSettings, draft_tokens: int) -> Outcome:
+    """Train; the best weights by held-out acceptance at K = `draft_tokens` (at most `unroll`) become
+    `draft.safetensors`. Raises DataError when no row can draft."""
     rows = read_rows(task.inputs["prepare"])
     mapping = load_mapping(task.inputs["vocab"])
     store = Store(task.inputs["extract"])
@@ -53,7 +57,7 @@ def run(task: StageTask, settings: TrainSettings, target: Target, *, draft: Draf
             raise DataError(
                 f"No {split} row has two supervised tokens in a row, so no draft can start in it.",
                 where=str(task.inputs["prepare"]),
-                remedy="Look at the rows with `draftproof inspect`; raise data.validation if there are too few.",
+                remedy="Look at prepare/report.json; raise data.validation if there are too few.",
             )
 
     config = draft_config(target.config, draft, boundaries=store.layout.boundaries, draft_vocab_size=len(mapping.kept))
@@ -69,6 +73,7 @@ def run(task: StageTask, settings: TrainSettings, target: Target, *, draft: Draf
     plan = BatchPlan(chosen, rows.lengths, batch_tokens=settings.batch_tokens, seed=task.seed)
     total = settings.steps or plan.steps(settings.epochs)
     teacher = Teacher(head, mapping.kept)
+    K = min(draft_tokens, settings.unroll)
     held_out_batches = pack(held_out, rows.lengths, settings.batch_tokens)
     with task.progress.meter("train", total, "steps") as meter:
         trained = train(
@@ -80,10 +85,10 @@ def run(task: StageTask, settings: TrainSettings, target: Target, *, draft: Draf
             teacher=teacher,
             measure=lambda: forecast(
                 model,
-                (assemble(rows, store, indices, unroll=settings.unroll).to(task.device) for indices in held_out_batches),
+                (assemble(rows, store, indices, unroll=K).to(task.device) for indices in held_out_batches),
                 embedding,
                 teacher,
-                settings.unroll,
+                K,
             ),
             out=task.out,
             device=task.device,
@@ -100,11 +105,13 @@ def run(task: StageTask, settings: TrainSettings, target: Target, *, draft: Draf
             "supervised_seen": position.supervised_seen,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "acceptance_length": position.best_length,
+            "draft_tokens": K,
+            "selected_by": position.selected_by,
             "unroll": settings.unroll,
             "started_from": started_from,
         },
         contents={"draft": _hash_weights(trained.best)},
-        actual={"tokens_per_second": trained.tokens_per_second},
+        actual={} if trained.tokens_per_second is None else {"tokens_per_second": trained.tokens_per_second},
     )
 
 
