@@ -435,7 +435,7 @@ def _other_work(final: Path, kind: str, found: Mapping[str, Any], wanted: Mappin
     return OtherRunsWork(
         f"{final.name}/ holds {kind} of other settings: {shown}.",
         where=str(final),
-        remedy=f"Use --from {final.name} to make it again, or --workdir for another run folder.",
+        remedy=f"Use `draftproof run RECIPE --from {final.name}` to make it again, or --workdir for another run folder.",
     )
 
 

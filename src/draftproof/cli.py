@@ -289,8 +289,7 @@ def _run_line(
             **where,
         )
         result.update(run=str(done.run_dir), stages={stage.name: stage.happened for stage in done.stages})
-        if done.report is not None:
-            result.update(report=str(done.report))
+        result.update(report=str(done.report))
         if done.stages:
             result.update(done.stages[-1].manifest.counts)
         if not as_json:

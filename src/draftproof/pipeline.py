@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from draftproof.artifact import Manifest, discard, open_build, read_json, reusable, verify, write_atomic, write_json
-from draftproof.errors import DraftproofError, UsageError
+from draftproof.errors import DraftproofError, Refused, Undecided, UsageError
 from draftproof.gate.gate import GateContext, GateReport, check_name, enforce, run_gate
 from draftproof.plan import make_plan, measure_flops
 from draftproof.progress import Progress
@@ -92,7 +92,7 @@ class RunDone:
 
     run_dir: Path
     stages: list[StageDone]
-    report: Path | None
+    report: Path
 
 
 def run_line(
@@ -126,18 +126,24 @@ def run_line(
         anew = tuple(names[names.index(first) :]) if first is not None else ()
         line = _Line(loaded, target, device, progress, announce_gate, anew)
         done: list[StageDone] = []
-        for stage in LINE:
-            if stage.name not in names or (only is not None and stage.name != only):
-                continue
-            done.append(line.do(stage))
-            announce(done[-1])
-            if stage.name == last:
-                break
+        try:
+            for stage in LINE:
+                if stage.name not in names or (only is not None and stage.name != only):
+                    continue
+                done.append(line.do(stage))
+                announce(done[-1])
+                if stage.name == last:
+                    break
+        except (Refused, Undecided):
+            _finish(run_dir)  # the report shows what the gate saw
+            raise
         line.write_recipe()
-        report = None
-        if (run_dir / names[-1] / "manifest.json").exists() and only is None:
-            report = _finish(run_dir)
-        return RunDone(run_dir, done, report)
+        (run_dir / _ANEW).unlink(missing_ok=True)
+        return RunDone(run_dir, done, _finish(run_dir))
+
+
+_ANEW = ".anew.json"
+"""Which stages a walk that has not ended yet makes anew: the same --from, given again, goes on."""
 
 
 def _check_waivers(recipe: Recipe) -> None:
@@ -156,12 +162,13 @@ def _check_waivers(recipe: Recipe) -> None:
 
 
 def _finish(run_dir: Path) -> Path:
-    """Complete the model cards with the measured figures, and write the report."""
+    """Complete the model cards once there are figures, and write the report."""
     from draftproof.export.card import complete_card
     from draftproof.report.report import write_report
 
-    for folder in sorted((run_dir / "export").glob("*/README.md")):
-        complete_card(folder.parent, read_json(run_dir / "evaluate" / "result.json"))
+    result = run_dir / "evaluate" / "result.json"
+    for card in sorted((run_dir / "export").glob("*/README.md")) if result.is_file() else ():
+        complete_card(card.parent, read_json(result))
     return write_report(run_dir)
 
 
@@ -200,8 +207,7 @@ class _Line:
         }
         final = self.run_dir / stage.name
         if self.anew and stage.name == self.anew[0]:  # only now is it sure that its inputs are there
-            for name in reversed(self.anew):
-                discard(self.run_dir / name)
+            self._make_anew()
         if (manifest := reusable(final, stage=stage.name, ingredients=ingredients)) is not None:
             return StageDone(stage.name, "kept", manifest)
 
@@ -241,7 +247,7 @@ class _Line:
         from draftproof.gate.catalog import CHECKS
 
         protects = f"the stage {name}" if plan is None else plan.protects
-        path = self.run_dir / "gates" / f"{STAGE_NAMES.index(name) + 1:02d}-{name}.json"
+        path = self._gate_file(name)
         points: dict[str, Any] = {shown["point"]: shown for shown in read_json(path)["points"]} if path.is_file() else {}
 
         def checkpoint(point: Point, evidence: Any) -> None:
@@ -256,6 +262,19 @@ class _Line:
             enforce(report)
 
         return checkpoint
+
+    def _make_anew(self) -> None:
+        """Discard the stages of --from, unless the walk that did so was interrupted and is now going on."""
+        marker = self.run_dir / _ANEW
+        if marker.is_file() and read_json(marker) == list(self.anew):
+            return
+        for name in reversed(self.anew):
+            discard(self.run_dir / name)
+            self._gate_file(name).unlink(missing_ok=True)
+        write_json(marker, list(self.anew))
+
+    def _gate_file(self, name: str) -> Path:
+        return self.run_dir / "gates" / f"{STAGE_NAMES.index(name) + 1:02d}-{name}.json"
 
     def _conditions(self) -> dict[str, str]:
         """What unfinished work must go on under."""

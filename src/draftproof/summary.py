@@ -66,8 +66,7 @@ def print_summary(done: RunDone, console: Console) -> None:
         if stage.name == "evaluate":
             for line in acceptance_lines(stage.manifest.counts):
                 console.print(line, soft_wrap=True)
-    if done.report is not None:
-        console.print(f"report             {done.report}", soft_wrap=True)
+    console.print(f"report             {done.report}", soft_wrap=True)
 
 
 def acceptance_lines(result: dict[str, Any]) -> list[str]:
