@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from line import STAGES, Ended, assert_whole, contents, draftproof, frozen_at_work, partial, signalled, trace
 
 LONG = ("regenerate", "extract", "train")

@@ -214,7 +214,8 @@ def _command(name: str, as_json: bool) -> Iterator[_Result]:
         raise KeyboardInterrupt  # not an Exception, so that nothing on its way takes it for an error of its own
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # a shell starts its background jobs deaf to Ctrl-C
+            signal.signal(number, stop)
     try:
         yield result
     except BrokenPipeError:

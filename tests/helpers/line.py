@@ -15,7 +15,10 @@ from typing import Any
 
 STAGES = ("regenerate", "prepare", "vocab", "extract", "train", "export", "evaluate")
 
-_WORDS = "quick brown fox river capital country people answer question book ship world numbers user story sum".split()
+_WORDS = (
+    *("quick", "brown", "fox", "river", "capital", "country", "people", "answer"),
+    *("question", "book", "ship", "world", "numbers", "user", "story", "sum"),
+)
 
 _RECIPE = """\
 target: {{model: {target}}}
