@@ -31,7 +31,14 @@ def test_a_cut_last_line_has_its_own_message(tmp_path):
     error = _fails(path)
     assert "The last line is cut" in error.what
     assert error.where == f"{path}:5, byte {sum(len(line) + 1 for line in LINES[:4])}"
-    assert "skip_bad_lines" in error.remedy
+    assert error.remedy == "Mend or remove the line.", "prompts and benches have no other way"
+
+
+def test_prepare_offers_to_skip_the_line(tt_plain, tm_folder, tmp_path):
+    target = make_target(tm_folder, tmp_path / "target", tt_plain)
+    with pytest.raises(DataError) as caught:
+        prepare(target, tmp_path, _file(tmp_path, b"\n".join(LINES)[:-20]))
+    assert "data.skip_bad_lines" in caught.value.remedy
 
 
 def test_a_whole_last_line_needs_no_line_break(tmp_path):

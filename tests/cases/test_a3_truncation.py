@@ -49,3 +49,13 @@ def test_an_answer_at_index_zero_ends_where_it_ends():
     np.testing.assert_array_equal(row.ids, [5, 6, 7, 8, 9])
     np.testing.assert_array_equal(row.supervised, [True, False, False, True, True])
     assert row.turn_start == (0, 3)
+
+
+def test_a_target_of_few_positions_cuts_where_max_length_would_not(tt_gen, tm_folder, tmp_path):
+    """TM has 256 positions: what stands after them has no state that could be stored."""
+    target = make_target(tm_folder, tmp_path / "target", tt_gen)
+    done = prepare(target, tmp_path, [chat("How?", "xq" * 300), *FILLER], max_length=4096)
+    row = next(row for row in done.all() if row.source == "data.jsonl:1")
+    assert len(row.token_ids) == 256
+    assert row.supervised[-1]
+    assert done.conversations["changed"] == {"cut to max_length": 1}

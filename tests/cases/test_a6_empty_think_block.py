@@ -29,3 +29,17 @@ def test_real_reasoning_is_supervised(tt_plain, tm_folder, tmp_path):
     line["messages"][1]["reasoning_content"] = "Let us see."
     done = prepare(target, tmp_path, [line, *FILLER])
     assert supervised_texts(tokenizer, done.all()[0]) == ["<think>\nLet us see.\n</think>\n\nYes, it is.<|im_end|>"]
+
+
+def test_ids_from_the_target_follow_the_prompt_it_was_given(tt_plain, tm_folder, tmp_path):
+    """An engine feeds no empty pair, so the ids it produced come right after the generation prompt."""
+    tokenizer = copy.deepcopy(tt_plain)
+    tokenizer.chat_template = THINKING
+    target = make_target(tm_folder, tmp_path / "target", tokenizer)
+    given = [token for letter in "Yes, it is." for token in tokenizer.encode(letter, add_special_tokens=False)] + [2]
+    done = prepare(target, tmp_path, [chat("Is it so?", "Yes, it is.", finish_reason="stop", token_ids=given), *FILLER])
+    row = done.all()[0]
+    prompt = tokenizer.encode("<|im_start|>user\nIs it so?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    assert row.token_ids.tolist() == [*prompt, *given]
+    assert row.turn_start == (len(prompt),)
+    assert done.report["given_token_ids"] == 1

@@ -24,10 +24,11 @@ def good(tt_plain, tm_folder, tmp_path):
     return target, prepare(target, tmp_path, lines).all()
 
 
-def _findings(target, rows, tmp_path):
+def _findings(target, rows, tmp_path, max_length=4096):
     folder = tmp_path / "spoilt"
     write_rows(folder, rows)
-    context = GateContext("extract", "before", RECIPE, target, {"prepare": folder}, tmp_path, None)
+    recipe = RECIPE.model_copy(update={"data": RECIPE.data.model_copy(update={"max_length": max_length})})
+    context = GateContext("extract", "before", recipe, target, {"prepare": folder}, tmp_path, None)
     return {finding.check: finding for finding in run_gate(context, CHECKS, protects="x").findings}
 
 
@@ -84,6 +85,38 @@ def test_an_answer_in_the_middle_without_its_end(good, tmp_path):
     rows[0] = replace(rows[0], supervised=mask)
     finding = _findings(target, rows, tmp_path)["data.template"]
     assert (finding.status, "no stop token" in finding.evidence) == ("fail", True)
+
+
+@pytest.mark.parametrize(
+    ("reason", "max_length", "status"),
+    [("stop", 4096, "fail"), ("", 4096, "fail"), ("length", 4096, "pass"), ("content_filter", 4096, "pass"), ("stop", None, "pass")],
+    ids=["stop", "missing", "length", "other", "cut to max_length"],
+)
+def test_a_last_answer_without_its_end(reason, max_length, status, good, tmp_path):
+    target, rows = good
+    short = replace(rows[0], token_ids=rows[0].token_ids[:-1], supervised=rows[0].supervised[:-1], finish_reason=reason)
+    rows[0] = short
+    finding = _findings(target, rows, tmp_path, max_length or len(short.token_ids))["data.template"]
+    assert finding.status == status
+    assert ("no stop token" in finding.evidence) == (status == "fail")
+
+
+def test_a_last_answer_that_fills_the_targets_positions_needs_no_end(good, tmp_path):
+    target, rows = good
+    mask = np.arange(256) >= rows[0].turn_start[0]
+    ids = np.append(rows[0].token_ids[: rows[0].turn_start[0]], np.full(int(mask.sum()), 70, np.int32))
+    rows[0] = replace(rows[0], token_ids=ids, supervised=mask, turn_start=rows[0].turn_start[:1])
+    assert _findings(target, rows, tmp_path)["data.template"].status == "pass"
+
+
+def test_the_rows_are_read_once_for_all_checks(good, tmp_path, monkeypatch):
+    from draftproof.records import rows as records
+
+    reads = []
+    read_rows = records.read_rows
+    monkeypatch.setattr(records, "read_rows", lambda folder: reads.append(folder) or read_rows(folder))
+    assert len(_findings(*good, tmp_path)) == len(CHECKS)
+    assert reads == [tmp_path / "spoilt"]
 
 
 def test_the_thinking_template_passes(tt_plain, tm_folder, tmp_path):

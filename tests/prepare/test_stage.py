@@ -90,15 +90,16 @@ def test_ids_that_the_target_produced_are_used_when_they_say_what_the_text_says(
         chat("Where to?", "the river", finish_reason="length", token_ids=given),
         chat("Whence?", "the river", finish_reason="stop", token_ids=[*given[:-1], 2]),
         chat("Why?", "the river", finish_reason="length", token_ids=[*given, 2]),
+        chat("Whither?", "the river", finish_reason="stop", token_ids=given),
         chat("Plain?", "the river", finish_reason="stop", token_ids=[*tt_plain.encode("the river", add_special_tokens=False), 2]),
     ]
     done = prepare(target, tmp_path, lines)
     rows = done.all()
     answers = [row.token_ids[row.turn_start[0] :].tolist() for row in rows]
     encoded = tt_plain.encode("the river", add_special_tokens=False)
-    assert answers == [[*given, 2], given, [*encoded, 2], encoded, [*encoded, 2]]
+    assert answers == [[*given, 2], given, [*encoded, 2], encoded, [*encoded, 2], [*encoded, 2]]
     assert all(row.supervised[row.turn_start[0] :].all() for row in rows)
-    assert done.conversations["changed"] == {"token_ids do not fit the text: encoded again": 2}
+    assert done.conversations["changed"] == {"token_ids do not fit the text: encoded again": 3}
     assert done.report["given_token_ids"] == 3
     assert done.report["retokenised_differently"] == 2
 

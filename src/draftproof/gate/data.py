@@ -5,20 +5,17 @@ They look at the finished rows alone and ask the chat template anew, so a fault 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from draftproof.gate.finding import Finding, failed, passed, unsure, warned
 from draftproof.gate.gate import GateContext
 
-if TYPE_CHECKING:
-    from draftproof.records.rows import RowTable
-
 LOW_SHARE, HIGH_SHARE = 0.02, 0.98
 """Supervised share of all tokens outside which the mask is hardly what was meant: chat rows lie between 10 and 90 %."""
 LENGTH_WARNING = 0.10
 """Share of answers cut by the length limit above which somebody should look."""
+ENDED = ("", "stop")
+"""Finish reasons after which an answer has its stop token; `` is a source that does not say."""
 SAMPLE = 64
 """Rows whose borders are looked at, evenly spread."""
 
@@ -26,7 +23,7 @@ SAMPLE = 64
 def data_supervised_share(context: GateContext) -> Finding:
     """Every row has supervised tokens and others, and the share over all rows is believable."""
     name = "data.supervised_share"
-    rows = _rows(context)
+    rows = context.rows
     if rows is None:
         return _no_rows(name)
     if not len(rows):
@@ -52,13 +49,14 @@ def data_template(context: GateContext) -> Finding:
     """In a sample, each answer starts right after what the template's generation prompt ends with, and ends with a stop
     token unless it was cut."""
     name = "data.template"
-    rows = _rows(context)
+    rows = context.rows
     if rows is None or context.target is None:
         return _no_rows(name)
     from draftproof.target.tokenizer import decode, encode, inserted_text, load_tokenizer, render_text, stop_ids
 
     tokenizer = load_tokenizer(context.target)
     stops = set(stop_ids(tokenizer, context.target))
+    limit = min(context.recipe.data.max_length, context.target.config.max_positions)
     probe = [{"role": "user", "content": "One."}]
     opened = render_text(tokenizer, probe, add_generation_prompt=True)
     closed = render_text(tokenizer, probe, add_generation_prompt=False)
@@ -70,6 +68,8 @@ def data_template(context: GateContext) -> Finding:
     sample = range(0, len(rows), max(1, len(rows) // SAMPLE))
     for index in sample:
         row = rows.row(index)
+        length = len(row.token_ids)
+        cut = length >= limit or row.finish_reason not in ENDED
         for start in row.turn_start:
             if not decode(tokenizer, row.token_ids[max(0, start - reach) : start].tolist()).endswith(accepted):
                 return failed(
@@ -78,7 +78,7 @@ def data_template(context: GateContext) -> Finding:
                     "Make the rows again with --from prepare; if it stays, the template is not supported.",
                 )
             end = start + int(np.argmin(np.append(row.supervised[start:], False)))
-            if int(row.token_ids[end - 1]) not in stops and end < len(row.token_ids):
+            if int(row.token_ids[end - 1]) not in stops and not (cut and end == length):
                 return failed(name, f"{row.source}: the answer that ends at token {end - 1} has no stop token.", "Make the rows again.")
     return passed(name, f"{len(sample)} rows: every answer follows {opening!r} and ends as the target ends it.")
 
@@ -86,7 +86,7 @@ def data_template(context: GateContext) -> Finding:
 def data_split(context: GateContext) -> Finding:
     """Both splits have rows, and no conversation has rows in both."""
     name = "data.split"
-    rows = _rows(context)
+    rows = context.rows
     if rows is None:
         return _no_rows(name)
     train, held_out = (rows.indices("train"), rows.indices("validation"))
@@ -105,7 +105,7 @@ def data_split(context: GateContext) -> Finding:
 def data_finish_reasons(context: GateContext) -> Finding:
     """How the answers ended; many that were cut teach the draft nothing about endings."""
     name = "data.finish_reasons"
-    rows = _rows(context)
+    rows = context.rows
     if rows is None:
         return _no_rows(name)
     reasons = rows.finish_reasons()
@@ -117,14 +117,6 @@ def data_finish_reasons(context: GateContext) -> Finding:
             name, f"{share:.0%} of the answers were cut by the length limit ({shown}).", "Raise regenerate.max_tokens if that is not meant."
         )
     return passed(name, f"Answers ended by: {shown}.")
-
-
-def _rows(context: GateContext) -> RowTable | None:
-    if "prepare" not in context.inputs:
-        return None
-    from draftproof.records.rows import read_rows
-
-    return read_rows(context.inputs["prepare"])
 
 
 def _no_rows(name: str) -> Finding:

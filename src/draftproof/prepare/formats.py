@@ -14,6 +14,8 @@ from draftproof.errors import DataError
 from draftproof.records.conversations import Conversation, Unusable, parse
 from draftproof.records.jsonl import BadLines, read_jsonl
 
+_REMEDY = "Mend or remove the line, or allow it with data.skip_bad_lines."
+
 
 @dataclass(frozen=True)
 class Dropped:
@@ -32,7 +34,7 @@ def read_conversations(paths: Sequence[Path], roles: Mapping[str, str], bad: Bad
     """Each line of the files in order. Damaged lines that `bad` lets pass come out as dropped, too."""
     for path in paths:
         before = len(bad.skipped)
-        for line in read_jsonl(path, bad):
+        for line in read_jsonl(path, bad, remedy=_REMEDY):
             yield from _damaged(bad.skipped[before:])
             before = len(bad.skipped)
             try:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from draftproof.target.target import Target
 
-NAME, VERSION, NEEDS = "prepare", 1, ("regenerate",)
+VERSION, NEEDS = 1, ("regenerate",)
 """`regenerate` is there only when the recipe has that section; else the conversations are `data.train`."""
 
 DROPPED, REPORT = "dropped.jsonl", "report.json"
@@ -47,7 +47,8 @@ _SAMPLE = 5  # rows, and supervised tokens of each, shown in the report
 def run(task: StageTask, settings: DataSettings, target: Target) -> Outcome:
     """Write `rows/`, `dropped.jsonl` and `report.json`. Raises DataError when too few conversations are kept."""
     tokenizer = load_tokenizer(target)
-    renderer = Renderer(tokenizer, stop_ids(tokenizer, target), settings.max_length, target.config.vocab_size)
+    longest = min(settings.max_length, target.config.max_positions)
+    renderer = Renderer(tokenizer, stop_ids(tokenizer, target), longest, target.config.vocab_size)
     sources = _sources(settings, task.inputs)
     bad = BadLines(settings.skip_bad_lines)
     tally = _Tally(_held_out_prompts(settings, bad))

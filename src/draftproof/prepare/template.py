@@ -39,7 +39,10 @@ class Rendered:
 @dataclass(frozen=True)
 class _TurnText:
     message: int
+    bare: str
+    """What an engine would feed the target."""
     prompt: str
+    """The same and the block that the template inserts before the content, if it does."""
     whole: str
 
     @property
@@ -59,7 +62,7 @@ class Renderer:
     def render(self, conversations: Sequence[Conversation]) -> Iterator[Rendered]:
         """Each conversation's rows, in order. Give some hundred at once: their texts are encoded together."""
         texts = [self._texts(conversation) for conversation in conversations]
-        wanted = list(dict.fromkeys(text for turns, _ in texts for turn in turns for text in (turn.prompt, turn.whole)))
+        wanted = list(dict.fromkeys(text for turns, _ in texts for turn in turns for text in (turn.bare, turn.prompt, turn.whole)))
         ids = dict(zip(wanted, encode_many(self.tokenizer, wanted), strict=True))
         for conversation, (turns, reasons) in zip(conversations, texts, strict=True):
             yield self._rows(conversation, turns, reasons, ids)
@@ -79,13 +82,13 @@ class Renderer:
         if not answer["content"] and not answer.get("reasoning_content"):
             raise Unusable("empty answer")
         try:
-            prompt = render_text(self.tokenizer, messages[:index], add_generation_prompt=True)
+            bare = render_text(self.tokenizer, messages[:index], add_generation_prompt=True)
             whole = render_text(self.tokenizer, messages[: index + 1], add_generation_prompt=False)
         except Exception as error:  # noqa: BLE001  a template may raise anything; its sentence is the reason
             raise Unusable(f"the template refuses: {_first_line(error)}") from None
-        if self.inserted and not answer.get("reasoning_content") and whole.startswith(prompt + self.inserted):
-            prompt += self.inserted  # printed by the template, so never supervised
-        return _TurnText(index, prompt, whole)
+        inserted = not answer.get("reasoning_content") and whole.startswith(bare + self.inserted)
+        prompt = bare + self.inserted if inserted else bare  # printed by the template, so never supervised
+        return _TurnText(index, bare, prompt, whole)
 
     def _rows(self, conversation: Conversation, texts: list[_TurnText], reasons: list[str], ids: dict[str, list[int]]) -> Rendered:
         result = Rendered(conversation, changes=list(conversation.changes))
@@ -130,16 +133,15 @@ class Renderer:
         fits = (
             not self.stops.intersection(body)
             and not message.get("reasoning_content")
-            and not (stopped and conversation.finish_reason not in ENDED)
+            and stopped == (conversation.finish_reason in ENDED)
             and max(given) < self.vocab_size
             and decode(self.tokenizer, body) == message["content"]
         )
         if not fits:
             _note(result.changes, "token_ids do not fit the text: encoded again")
             return turn
-        prompt = ids[text.prompt.removesuffix(self.inserted)] if self.inserted else ids[text.prompt]
         result.given_ids, result.retokenised = True, turn is None or turn.answer != given
-        return Turn(text.message, prompt, given)
+        return Turn(text.message, ids[text.bare], given)
 
     def _finish(self, result: Rendered, turns: list[Turn], reasons: list[str]) -> None:
         """Assemble, cut, and settle whether the conversation is kept, changed or dropped."""

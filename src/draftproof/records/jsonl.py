@@ -1,6 +1,6 @@
 """JSON objects, one a line: read whole, with the place of every damage.
 
-    for line in read_jsonl(path, skip_bad=BadLines(0)):
+    for line in read_jsonl(path):
         line.value, line.where          # {...}, 'prompts.jsonl:17'
 
 What a killed writer, a full disk or another tool leaves behind (a cut last line, a run of NUL bytes, a byte-order
@@ -46,11 +46,11 @@ class BadLines:
         self.skipped.append(damage)
 
 
-def read_jsonl(path: Path, bad: BadLines | None = None) -> Iterator[Line]:
+def read_jsonl(path: Path, bad: BadLines | None = None, *, remedy: str = "Mend or remove the line.") -> Iterator[Line]:
     """Each object of a `.jsonl` or `.jsonl.gz` file, in order; blank lines are passed over.
 
     Raises UsageError when the file is not there or not of this kind, DataError with file, line and byte offset
-    at damage, unless `bad` allows to skip it.
+    at damage, unless `bad` allows to skip it. `remedy` is what the caller can advise about a damaged line.
     """
     bad = bad if bad is not None else BadLines()
     _check_name(path)
@@ -64,7 +64,7 @@ def read_jsonl(path: Path, bad: BadLines | None = None) -> Iterator[Line]:
                 if objects == 1:
                     _refuse_array(content, place)
                 try:
-                    value = _parse(content, place)
+                    value = _parse(content, place, remedy)
                 except DataError as damage:
                     bad.meet(damage)
                 else:
@@ -106,16 +106,16 @@ def _refuse_array(content: bytes, place: str) -> None:
         )
 
 
-def _parse(content: bytes, place: str) -> dict[str, Any]:
+def _parse(content: bytes, place: str, remedy: str) -> dict[str, Any]:
     """The object of one line; raises DataError saying which kind of damage it is."""
     try:
         value = json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise _damage(f"The line is not UTF-8 (byte {error.start} of the line)", place) from None
+        raise DataError(f"The line is not UTF-8 (byte {error.start} of the line).", where=place, remedy=remedy) from None
     except (ValueError, RecursionError) as error:
-        raise _damage(_diagnosis(content, error), place) from None
+        raise DataError(f"{_diagnosis(content, error)}.", where=place, remedy=remedy) from None
     if not isinstance(value, dict):
-        raise _damage(f"The line holds a {type(value).__name__}, not an object", place)
+        raise DataError(f"The line holds a {type(value).__name__}, not an object.", where=place, remedy=remedy)
     return value
 
 
@@ -128,7 +128,3 @@ def _diagnosis(content: bytes, error: Exception) -> str:
         return "The line holds the start of an object only: objects must not be spread over lines"
     column = f" (column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
     return f"The line is not JSON{column}: {getattr(error, 'msg', error)}"
-
-
-def _damage(sentence: str, place: str) -> DataError:
-    return DataError(f"{sentence}.", where=place, remedy="Mend or remove the line, or allow it with data.skip_bad_lines.")
