@@ -21,6 +21,7 @@ ROWS = {
     "user only": _say(("user", "Q four?")),
     "empty answer": _say(("user", "Q five?"), ("assistant", "")),
     "null answer": _say(("user", "Q six?"), ("assistant", None)),
+    "null question": _say(("user", None), ("assistant", "An answer.")),
     "no messages": {"messages": []},
     "no list": {"text": "hello"},
     "ShareGPT": {"conversations": [{"from": "human", "value": "Q seven?"}, {"from": "gpt", "value": "The seventh answer."}]},
@@ -43,7 +44,7 @@ def target(tt_plain, tm_folder, tmp_path):
 def test_every_row_has_a_fate_and_the_counts_add_up(target, tt_plain, tmp_path):
     done = prepare(target, tmp_path, [*ROWS.values(), *FILLER])
     assert done.conversations == {
-        "in": 16,
+        "in": 17,
         "kept": 5,
         "changed": {
             "an answer is not supervised: no user turn before the answer": 1,
@@ -54,6 +55,7 @@ def test_every_row_has_a_fate_and_the_counts_add_up(target, tt_plain, tmp_path):
             "no user turn before the answer": 1,
             "no assistant answer": 2,
             "empty answer": 2,
+            "a user message has no content": 1,
             "no messages": 1,
             "no `messages` list": 1,
             "tool calls (not supported)": 1,
@@ -68,7 +70,7 @@ def test_every_row_has_a_fate_and_the_counts_add_up(target, tt_plain, tmp_path):
         "assistant first": ["The third answer.<|im_end|>"],
         "ShareGPT": ["The seventh answer.<|im_end|>"],
     }
-    assert len(done.dropped) == 9
+    assert len(done.dropped) == 10
 
 
 def test_a_mapped_role_is_read(target, tt_plain, tmp_path):

@@ -77,7 +77,7 @@ def answers(messages: tuple[Message, ...]) -> list[int]:
 
 
 def parse(line: Line, roles: Mapping[str, str] | None = None) -> Conversation:
-    """A line as a conversation. `roles` maps more role names. Raises Unusable with the reason."""
+    """A line as a conversation. `roles` maps more role names, where the recipe can. Raises Unusable with the reason."""
     value, changes = line.value, []
     raw = value.get("messages")
     if raw is None and value.get("conversations") is not None:
@@ -89,7 +89,7 @@ def parse(line: Line, roles: Mapping[str, str] | None = None) -> Conversation:
         raise Unusable("no messages")
     if value.get("tools"):
         raise Unusable("tools (not supported)")
-    messages = tuple(_message(item, roles or {}, changes) for item in raw)
+    messages = tuple(_message(item, roles, changes) for item in raw)
     finish = value.get("finish_reason")
     return Conversation(
         id=str(value.get("id") or line.where),
@@ -102,25 +102,29 @@ def parse(line: Line, roles: Mapping[str, str] | None = None) -> Conversation:
     )
 
 
-def _message(item: Any, roles: Mapping[str, str], changes: list[str]) -> Message:
+def _message(item: Any, roles: Mapping[str, str] | None, changes: list[str]) -> Message:
     if not isinstance(item, dict):
         raise Unusable("a message is not an object")
     fields = {key: value for key, value in item.items() if value is not None}
     if "role" not in fields and "from" in fields:
-        fields["role"], fields["content"] = fields.pop("from"), fields.pop("value", "")
+        fields["role"] = fields.pop("from")
+        if "value" in fields:
+            fields["content"] = fields.pop("value")
         changes.append("ShareGPT keys")
     role = fields.get("role")
     if not isinstance(role, str):
         raise Unusable("a message has no role")
-    known = roles.get(role) or (role if role in ROLES or role == "tool" else ALIASES.get(role.lower()))
+    known = (roles or {}).get(role) or (role if role in ROLES or role == "tool" else ALIASES.get(role.lower()))
     if known is None:
-        raise Unusable(f"unknown role {role!r} (map it with data.roles)")
+        raise Unusable(f"unknown role {role!r}" + ("" if roles is None else " (map it with data.roles)"))
     if known == "tool" or fields.get("tool_calls") or fields.get("function_call"):
         raise Unusable("tool calls (not supported)")
     if known not in ROLES:
         raise Unusable(f"data.roles maps {role!r} to {known!r}, which is not system, user or assistant")
     if known != role and "ShareGPT keys" not in changes:
         changes.append(f"role {role!r} read as {known!r}")
+    if known != "assistant" and "content" not in fields:
+        raise Unusable(f"a {known} message has no content")
     fields["role"] = known
     fields["content"] = _content(fields.get("content", ""), changes)
     return fields
