@@ -48,7 +48,7 @@ def test_what_is_written_is_read(shapes, per_file, tmp_path_factory):
         assert table.supervised_ids(split).tolist() == wanted
     assert table.supervised_counts().tolist() == [sum(map(int, row.supervised)) for row in rows]
     assert table.lengths.tolist() == [len(row.token_ids) for row in rows]
-    assert [table.index_of(row.row_key) for row in rows] == list(range(len(rows)))
+    assert table.keys == [row.row_key for row in rows]
 
 
 def test_the_columns_are_those_that_programs_rely_on(tmp_path):
@@ -80,6 +80,9 @@ def test_hashes_change_with_what_they_stand_for(tmp_path):
     assert (moved["token_ids"] == first["token_ids"], moved["rows"] == first["rows"]) == (True, False)
     swapped = write_rows(tmp_path, base[::-1])
     assert swapped["token_ids"] != first["token_ids"]
+    sorted_anew = write_rows(tmp_path, [replace(base[0], category="another kind"), base[1]])
+    assert sorted_anew["token_ids"] == first["token_ids"]
+    assert sorted_anew["rows"] != first["rows"], "figures are given by category"
     renamed = write_rows(tmp_path, [replace(row, source="g:1") for row in base])
     assert renamed == first, "where a row came from changes no result"
 

@@ -3,7 +3,6 @@
     mapping = VocabMapping.from_kept(np.array([0, 4, 9]), vocab_size=10)
     mapping.d2t         # [0, 3, 7]: offsets, target id = draft id + d2t[draft id]
     mapping.kept        # [0, 4, 9]
-    mapping.to_draft()  # [0, -1, -1, -1, 1, ...]: draft id of a target id, or -1
 
 `d2t` holds offsets in this family of checkpoints. Read as absolute ids it would give other tokens without an
 error, so the check compares it with `t2d` wherever a mapping is made, saved or loaded.
@@ -56,12 +55,6 @@ class VocabMapping:
     def is_full(self) -> bool:
         """Whether the draft vocabulary is the target's."""
         return self.d2t.size == self.t2d.size
-
-    def to_draft(self) -> np.ndarray:
-        """int64 [V]: the draft id of each target id, -1 where there is none."""
-        table = np.full(self.t2d.size, -1, np.int64)
-        table[self.kept] = np.arange(self.d2t.size)
-        return table
 
     def check(self, where: str | None = None) -> VocabMapping:
         """This mapping, if it holds together; raises DataError that names the first violated rule."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -77,7 +76,7 @@ def write_rows(folder: Path, rows: Iterable[Row], rows_per_file: int = 50_000) -
     """Write `rows/*.parquet` under `folder`, in the order given; what lay there before is replaced.
 
     Returns the contents hashes: `token_ids` over (row_key, token ids) of all rows in order, which is what states
-    depend on; `rows` over all that training sees (token ids, mask, turns, split).
+    depend on; `rows` over all that training and evaluation see (token ids, mask, turns, split, category).
     """
     target = folder / ROWS
     if target.exists():
@@ -91,7 +90,7 @@ def write_rows(folder: Path, rows: Iterable[Row], rows_per_file: int = 50_000) -
             mask = np.packbits(row.supervised).tobytes()
             turns = np.asarray(row.turn_start, "<i4").tobytes()
             by_tokens.update(bytes.fromhex(hash_bytes(key, ids)))
-            by_rows.update(bytes.fromhex(hash_bytes(key, ids, mask, turns, row.split.encode())))
+            by_rows.update(bytes.fromhex(hash_bytes(key, ids, mask, turns, row.split.encode(), row.category.encode())))
         pq.write_table(_to_arrow(chunk), target / f"rows-{number:05d}.parquet", compression="zstd", version="2.6")
     return {"token_ids": by_tokens.hexdigest(), "rows": by_rows.hexdigest()}
 
@@ -168,14 +167,6 @@ class RowTable:
         chosen = np.repeat(self._splits == split, self.lengths)
         ids: np.ndarray = self._tokens[self._mask & chosen]
         return ids
-
-    def index_of(self, row_key: str) -> int:
-        """Index of a row; raises KeyError when there is none."""
-        return self._by_key[row_key]
-
-    @cached_property
-    def _by_key(self) -> dict[str, int]:
-        return {key: index for index, key in enumerate(self.keys)}
 
 
 def read_rows(artifact_folder: Path) -> RowTable:

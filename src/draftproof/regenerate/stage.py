@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from draftproof.target.target import Target
 
-NAME, VERSION = "regenerate", 1
+VERSION = 1
 NEEDS: tuple[str, ...] = ()
 
 JOURNAL, DROPPED = "journal.jsonl", "dropped.jsonl"

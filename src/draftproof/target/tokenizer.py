@@ -105,18 +105,10 @@ def render_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
     return text
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> list[int]:
+def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> list[int]:
     """The ids of the chat template, as an engine that serves the target would feed them."""
     conversation = [dict(message) for message in messages]
-    described: list[Any] | None = [dict(tool) for tool in tools] if tools else None
-    value = tokenizer.apply_chat_template(conversation, tools=described, add_generation_prompt=add_generation_prompt, tokenize=True)
-    return to_ids(value)
+    return to_ids(tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt, tokenize=True))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
