@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -23,7 +23,7 @@ def describe(path: Path, *, deep: bool = False) -> dict[str, Any]:
     if (path / "config.json").is_file():
         config = read_json(path / "config.json")
         if isinstance(config, dict) and ("speculators_model_type" in config or "eagle_config" in config):
-            return _export(path, config)
+            return _export(path, config, deep=deep)
         return _target(path)
     if path.name.startswith(".") and path.name.endswith(".partial"):
         return _facts(
@@ -101,19 +101,42 @@ def _artifact(path: Path, *, deep: bool) -> dict[str, Any]:
     return {**_facts(f"{manifest.stage} artifact", wrong, lines), "manifest": manifest.model_dump(mode="json")}
 
 
-def _export(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """A draft folder for an engine. The strict loaders also want the target; here only the folder is read back."""
+def _export(path: Path, config: dict[str, Any], *, deep: bool) -> dict[str, Any]:
+    """A draft folder for an engine. The strict loaders also want the target; here the folder is judged by itself.
+
+    `deep` compares every tensor with what the export recorded beside the folder.
+    """
+    from draftproof.export.loaders import folder_problems
     from draftproof.export.sglang import from_sglang
     from draftproof.export.vllm import from_vllm
 
-    engine = "vllm" if "speculators_model_type" in config else "sglang"
+    engine: Literal["vllm", "sglang"] = "vllm" if "speculators_model_type" in config else "sglang"
+    compared = ""
     try:
         (from_vllm if engine == "vllm" else from_sglang)(path)
-        wrong = []
+        wrong = [f"{problem}." for problem in folder_problems(path, engine)]
+        if deep:
+            changed, compared = _changed_tensors(path)
+            wrong += changed
     except DraftproofError as error:
         wrong = [error.what]
     lines = [f"EAGLE-3 draft for {engine}, {path}: {'whole' if not wrong else 'damaged'}", *(f"  {problem}" for problem in wrong)]
+    lines += [f"  {compared}"] if compared else []
     return {**_facts(f"{engine} draft", wrong, lines), "config": config}
+
+
+def _changed_tensors(path: Path) -> tuple[list[str], str]:
+    """Problems, and a line for people: what an export folder was compared with."""
+    from draftproof.export.files import read_tensors, tensor_hash
+    from draftproof.export.stage import HASHES
+
+    record = path.parent / HASHES
+    recorded = read_json(record).get(path.name) if record.is_file() else None
+    if recorded is None:
+        return [], f"Its bytes were compared with nothing: there is no {HASHES} of its export beside it."
+    found = {name: tensor_hash(tensor) for name, tensor in read_tensors(path).items()}
+    wrong = [f"{name} is not what was exported." for name in sorted({*recorded, *found}) if recorded.get(name) != found.get(name)]
+    return wrong, f"{len(found)} tensors compared with {record}."
 
 
 def _target(path: Path) -> dict[str, Any]:
@@ -127,7 +150,9 @@ def _target(path: Path) -> dict[str, Any]:
         return _facts("target", [error.what], [f"target {path}: {error.what}"])
     lines = [
         f"target {path}: {'damaged' if wrong else 'whole'}",
-        f"  {config.architecture}, {config.layers} layers, hidden {config.hidden_size}, vocabulary {config.vocab_size:,}, {config.dtype}",
+        f"  {config.architecture}, {config.layers} layers, hidden {config.hidden_size}, vocabulary {config.vocab_size:,}, {config.dtype}"
+        + (f", quantised ({config.quantization})" if config.quantization else ""),
+        "  Proven are the index, the sizes and the headers of its files; nothing records what the bytes of its weights should be.",
         *(f"  {problem}" for problem in wrong),
     ]
     return {**_facts("target", wrong, lines), "config": config.__dict__}

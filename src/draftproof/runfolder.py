@@ -15,6 +15,8 @@ from draftproof.artifact import MANIFEST, partial_folder
 from draftproof.errors import DraftproofError, Stopped, UsageError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_IN_WORDS = re.compile(rf"No space left|quota exceeded|os error ({errno.ENOSPC}|{errno.EDQUOT})\b", re.IGNORECASE)
+"""As libraries say it that lose the number."""
 
 
 @contextmanager
@@ -58,7 +60,7 @@ def stops_on_full_disk(run_dir: Path) -> Iterator[None]:
     except DraftproofError:
         raise
     except Exception as error:
-        if getattr(error, "errno", None) in _FULL or re.search(r"No space left|os error 28", str(error)):
+        if getattr(error, "errno", None) in _FULL or _FULL_IN_WORDS.search(str(error)):
             raise Stopped(
                 "The disk is full.",
                 where=str(getattr(error, "filename", None) or run_dir),

@@ -14,7 +14,8 @@ from draftproof.records.store import Store
 WRITER = """
 import sys, time, pathlib, os, torch
 from draftproof.records import store as module
-from draftproof.records.store import StoreLayout, StoreWriter
+from draftproof.records.layout import StoreLayout
+from draftproof.records.store import StoreWriter
 module.LOCK_WAIT_S = 0.5
 folder = pathlib.Path(sys.argv[1])
 fsync = os.fsync
@@ -22,6 +23,7 @@ def slow(descriptor):
     time.sleep(0.01)             # a pause between content and name
     fsync(descriptor)
 os.fsync = slow
+(folder.parent / f"ready-{os.getpid()}").touch()
 while not (folder.parent / "go").exists():
     time.sleep(0.001)
 states = torch.arange(1, 1 + 20 * 3 * 32, dtype=torch.float32).reshape(20, 3, 32)
@@ -43,7 +45,8 @@ def test_one_of_four_writers_wins_and_a_reader_sees_whole_files_only(tmp_path: P
         subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(4)
     ]
-    time.sleep(0.1)
+    while len(list(tmp_path.glob("ready-*"))) < 4 and all(writer.poll() is None for writer in writers):
+        time.sleep(0.01)  # a busy machine imports torch in one of them seconds after the others
     (tmp_path / "go").touch()
     proven: dict[str, str] = {}
     while any(writer.poll() is None for writer in writers):
@@ -64,7 +67,8 @@ def test_a_reader_refuses_an_unfinished_store(tmp_path: Path) -> None:
     import pytest
     import torch
 
-    from draftproof.records.store import StoreLayout, StoreWriter
+    from draftproof.records.layout import StoreLayout
+    from draftproof.records.store import StoreWriter
 
     ids = torch.zeros(5, dtype=torch.int32)
     with StoreWriter(tmp_path, StoreLayout((2, 4, 5), 32, "bf16", 320), [[0], [1]]) as writer:

@@ -15,6 +15,7 @@ from draftproof.errors import Stopped
 from draftproof.extract import stage
 from draftproof.recipe import ExtractSettings
 from draftproof.records.store import Store, StoreWriter
+from draftproof.runfolder import stops_on_full_disk
 
 LENGTHS = [20] * 10
 TOKEN = 3 * 32 * 2 + 32 * 2 + 8
@@ -99,7 +100,7 @@ def staging(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_stops_cleanly_and_goes_on_when_there_is_room(staging: Path, tm_folder: Path, finished: Path) -> None:
     target = open_tm(tm_folder, "float32")
-    with pytest.raises(Stopped, match="The disk is full") as stop:
+    with pytest.raises(Stopped, match="The disk is full") as stop, stops_on_full_disk(staging):
         stage.run(stage_task(finished / "prepare", staging / "extract"), SETTINGS, target)
     assert stop.value.exit_code == 5
     left = {path.name for path in (staging / "extract").iterdir()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
@@ -23,9 +24,9 @@ RESULT = {
 }
 
 
-def _card(folder: Path, engine: str = "vllm") -> str:
+def _card(folder: Path, engine: Literal["vllm", "sglang"] = "vllm") -> str:
     folder.mkdir(exist_ok=True)
-    return write_card(folder, engine, TD, VERIFIER, draft_tokens=3, training={"steps": 1200, "loss": 1.23456}).read_text()  # type: ignore[arg-type]
+    return write_card(folder, engine, TD, VERIFIER, draft_tokens=3, training={"steps": 1200, "loss": 1.23456}).read_text()
 
 
 def test_a_card_says_what_it_is_and_claims_nothing(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_a_card_says_what_it_is_and_claims_nothing(tmp_path: Path) -> None:
         ("sglang", "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"),
     ],
 )
-def test_a_card_says_how_to_serve(tmp_path: Path, engine: str, command: str) -> None:
+def test_a_card_says_how_to_serve(tmp_path: Path, engine: Literal["vllm", "sglang"], command: str) -> None:
     assert command in _card(tmp_path / engine, engine)
 
 

@@ -18,6 +18,7 @@ from draftproof.export.proof import prove
 from draftproof.export.schema import describe
 from draftproof.export.sglang import from_sglang, to_sglang
 from draftproof.export.vllm import from_vllm, to_vllm
+from draftproof.runfolder import stops_on_full_disk
 from tiny_draft import TD, masters, target_in, tiny_config, tiny_draft, tiny_mapping
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
@@ -130,7 +131,7 @@ def test_a_full_disk_stops_and_leaves_nothing(tm_target: Any, tmp_path: Path) ->
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], capture_output=True).returncode:
         pytest.skip("mounting needs root")
     try:
-        with pytest.raises(Stopped, match="disk is full"):
+        with pytest.raises(Stopped, match="disk is full"), stops_on_full_disk(small):
             to_vllm(small / "vllm", masters(tiny_draft()), TD, tiny_mapping(), tm_target, draft_tokens=3)
         assert list((small / "vllm").iterdir()) == []
     finally:

@@ -133,15 +133,15 @@ def test_the_same_conversation_twice_is_extracted_once(tmp_path: Path, tm_folder
 
 def test_ingredients_hold_what_changes_states_and_nothing_else(tm_folder: Path) -> None:
     class Prepared:
-        contents = {"token_ids": "abc", "rows": "changed by a new mask"}  # noqa: RUF012
+        contents = {"token_ids": "abc", "rows": "changed by a new mask"}  # noqa: RUF012  nobody changes it
 
     target = open_tm(tm_folder, "float32")
     base = stage.ingredients(ExtractSettings(), target, {"prepare": Prepared()})  # type: ignore[dict-item]  # a manifest's one field
     assert base["boundaries"] == [2, 4, 5]
-    assert base == stage.ingredients(ExtractSettings(boundaries=(2, 4, 5), canary_rows=3), target, {"prepare": Prepared()})  # type: ignore[dict-item]
+    assert base == stage.ingredients(ExtractSettings(boundaries=(2, 4, 5), canary_rows=3), target, {"prepare": Prepared()})  # type: ignore[dict-item]  # as above
     assert "changed by a new mask" not in str(base)
     for change in ({"codec": "fp8"}, {"boundaries": (1, 4, 5)}, {"batch_tokens": 64}, {"shard_gb": 1.0}):
-        assert base != stage.ingredients(ExtractSettings(**change), target, {"prepare": Prepared()})  # type: ignore[arg-type, dict-item]
+        assert base != stage.ingredients(ExtractSettings(**change), target, {"prepare": Prepared()})  # type: ignore[arg-type, dict-item]  # as above
 
 
 @settings(max_examples=50, deadline=None)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from draftproof.errors import DataError, UsageError
-from draftproof.target.gguf import convert_gguf, source_of
+from draftproof.target.gguf import convert_gguf
 
 IM_START, IM_END = 1, 2
 
@@ -109,7 +109,6 @@ def test_the_stop_token_is_the_templates_whatever_the_file_says(converted: Path,
     assert json.loads((converted / "generation_config.json").read_text())["eos_token_id"] == [IM_END, IM_START]
     assert json.loads((converted / "config.json").read_text())["eos_token_id"] == IM_END
     assert tokenizer.chat_template == tt_plain.chat_template
-    assert source_of(converted) == "tiny.gguf"
 
 
 def test_text_is_split_as_the_gguf_names_it(converted: Path) -> None:

@@ -6,24 +6,23 @@ the target's dtype and would round by itself otherwise, unseen.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftproof.artifact import hash_bytes, sync_folder, write_json
 from draftproof.draft.eagle3 import DraftConfig
-from draftproof.errors import DataError, Stopped
+from draftproof.errors import DataError
 from draftproof.records.mapping import VocabMapping
 from draftproof.target.weights import embedding_name
 
@@ -31,6 +30,10 @@ if TYPE_CHECKING:
     from draftproof.target.target import Target
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+EMBEDDING = "embed_tokens.weight"
+"""The embedding's name in a folder; both engines know it by that."""
+
+_Config = TypeVar("_Config", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class ReadBack:
 def write_folder(folder: Path, config: BaseModel, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Write both files; returns the hash of each tensor written.
 
-    Raises Stopped when the disk is full; then no part of a file is left.
+    On an error, as of a full disk, no part of a file is left.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, temporary = folder / WEIGHTS, folder / f".{WEIGHTS}.tmp"
@@ -60,10 +63,6 @@ def write_folder(folder: Path, config: BaseModel, tensors: Mapping[str, Tensor])
         os.replace(temporary, path)
         sync_folder(folder)
         write_json(folder / CONFIG, config.model_dump(exclude_none=True))
-    except (OSError, SafetensorError) as error:
-        if _disk_full(error):
-            raise Stopped("The disk is full.", where=str(folder), remedy="Free some space and run again: it goes on from here.") from None
-        raise
     finally:
         temporary.unlink(missing_ok=True)
     return {name: tensor_hash(tensor) for name, tensor in plain.items()}
@@ -81,6 +80,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise DataError("The draft's config is not a JSON object.", where=str(path), remedy="Export again with --from export.")
     return config
+
+
+def read_typed(folder: Path, schema: type[_Config]) -> _Config:
+    """`config.json` by the schema it was written by; raises DataError naming the first key that is not as it would be."""
+    try:
+        return schema.model_validate(read_config(folder))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise DataError(f"{key}: {first['msg']}.", where=str(folder / CONFIG), remedy="Export again with --from export.") from None
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -157,9 +166,3 @@ def tensor_hash(tensor: Tensor) -> str:
     """BLAKE3 (hex) of a tensor's dtype, shape and bytes."""
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     return hash_bytes(str(tensor.dtype).encode(), repr(tuple(tensor.shape)).encode(), data.data)
-
-
-def _disk_full(error: Exception) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return f"os error {errno.ENOSPC}" in str(error) or f"os error {errno.EDQUOT}" in str(error)

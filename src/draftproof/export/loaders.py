@@ -13,17 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from draftproof.errors import DataError
-from draftproof.export.files import mapping_of, read_config, read_tensors
+from draftproof.export.files import EMBEDDING, mapping_of, read_config, read_tensors
 from draftproof.export.forward import FREQUENCIES, EngineView, LoadedDraft
 from draftproof.export.schema import Verifier
-
-EMBEDDING = "embed_tokens.weight"
 
 
 def load_vllm(folder: Path, verifier: Verifier, embedding: Tensor) -> LoadedDraft:
@@ -40,10 +38,24 @@ def load_sglang(folder: Path, verifier: Verifier, embedding: Tensor) -> LoadedDr
     Raises DataError with every problem found.
     """
     view = view_sglang(read_config(folder), verifier, str(folder))
-    return _load(folder, view, verifier, embedding, lambda name: name.replace("midlayer.", "layers.0."))
+    return _load(folder, view, verifier, embedding, _from_sglang)
 
 
-def view_vllm(config: Mapping[str, Any], verifier: Verifier, where: str) -> EngineView:
+def folder_problems(folder: Path, engine: Literal["vllm", "sglang"]) -> list[str]:
+    """What is wrong with a folder's tensors as far as it can be seen without the target, one sentence each.
+
+    Raises DataError for a config or a file that cannot be read.
+    """
+    config, where = read_config(folder), str(folder)
+    view = view_vllm(config, None, where) if engine == "vllm" else view_sglang(config, None, where)
+    expected = expected_shapes(view)
+    if engine == "vllm":
+        expected[EMBEDDING] = (view.vocab_size, view.hidden_size)
+    stored = {name if engine == "vllm" else _from_sglang(name): tensor for name, tensor in read_tensors(folder).items()}
+    return _tensor_problems(view, {name: tensor for name, tensor in stored.items() if name not in ("d2t", "t2d")}, expected)
+
+
+def view_vllm(config: Mapping[str, Any], verifier: Verifier | None, where: str) -> EngineView:
     """What vLLM 0.32 reads: `SpeculatorsConfig`, then `Eagle3LlamaForCausalLM` or `Eagle3Qwen3ForCausalLM`."""
     if config.get("model_type") not in (None, "speculators") or not config.get("speculators_config"):
         raise _refused("vLLM would not read this as a speculators folder: model_type or speculators_config is wrong", where)
@@ -85,7 +97,7 @@ def view_vllm(config: Mapping[str, Any], verifier: Verifier, where: str) -> Engi
     )
 
 
-def view_sglang(config: Mapping[str, Any], verifier: Verifier, where: str) -> EngineView:
+def view_sglang(config: Mapping[str, Any], verifier: Verifier | None, where: str) -> EngineView:
     """What SGLang reads: transformers' `LlamaConfig`, then `LlamaForCausalLMEagle3` (norm_before_fc is not among it)."""
     if config.get("architectures") != ["LlamaForCausalLMEagle3"] or config.get("model_type") != "llama":
         raise _refused("SGLang picks the class by architectures [LlamaForCausalLMEagle3] and model_type llama", where)
@@ -122,7 +134,9 @@ def _load(folder: Path, view: EngineView, verifier: Verifier, embedding: Tensor,
     mapping = mapping_of(stored, vocab_size=view.vocab_size, draft_vocab_size=view.draft_vocab_size, where=str(folder))
     own = stored.pop(EMBEDDING, None)
     weights = {name: tensor for name, tensor in stored.items() if name not in ("d2t", "t2d")}
-    wrong = _view_problems(view, verifier) + _tensor_problems(view, weights) + _embedding_problems(view, own, embedding)
+    wrong = (
+        _view_problems(view, verifier) + _tensor_problems(view, weights, expected_shapes(view)) + _embedding_problems(view, own, embedding)
+    )
     if wrong:
         shown = "; ".join(wrong[:6]) + (f"; and {len(wrong) - 6} more" if len(wrong) > 6 else "")
         raise _refused(f"{view.engine} would not serve this draft as it was trained: {shown}", str(folder))
@@ -146,8 +160,7 @@ def _view_problems(view: EngineView, verifier: Verifier) -> list[str]:
     return wrong
 
 
-def _tensor_problems(view: EngineView, weights: Mapping[str, Tensor]) -> list[str]:
-    expected = expected_shapes(view)
+def _tensor_problems(view: EngineView, weights: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
     wrong = [f"{name} is missing" for name in expected if name not in weights]
     wrong += [f"{name} has no place in the module" for name in weights if name not in expected]
     for name, tensor in weights.items():
@@ -155,6 +168,8 @@ def _tensor_problems(view: EngineView, weights: Mapping[str, Tensor]) -> list[st
             wrong.append(f"{name} is {list(tensor.shape)}, not {list(expected[name])}")
         elif str(tensor.dtype) != f"torch.{view.dtype}":
             wrong.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, the config says {view.dtype}")
+        elif not bool(torch.isfinite(tensor).all()):
+            wrong.append(f"{name} holds NaN or infinity")
     return wrong
 
 
@@ -173,7 +188,7 @@ def _embedding_problems(view: EngineView, own: Tensor | None, target: Tensor) ->
 
 def expected_shapes(view: EngineView) -> dict[str, tuple[int, ...]]:
     """Name and shape of each parameter of the module, but for the embedding and the tables."""
-    h, wide, I = view.hidden_size, view.target_hidden_size, view.intermediate_size  # noqa: E741
+    h, wide, I = view.hidden_size, view.target_hidden_size, view.intermediate_size  # noqa: E741  I as in the papers
     q, kv, layer = view.heads * view.head_dim, view.kv_heads * view.head_dim, "layers.0."
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (h, view.aux * wide),
@@ -225,9 +240,16 @@ def _rope(config: Mapping[str, Any], *, default_theta: float, where: str) -> dic
     return settled
 
 
-def _default_boundaries(verifier: Verifier) -> tuple[int, ...]:
-    """What both engines capture when the config names nothing."""
-    return (2, verifier.layers // 2, verifier.layers - 3)
+def _default_boundaries(verifier: Verifier | None) -> tuple[int, ...]:
+    """What both engines capture when the config names nothing.
+
+    Not `target/boundaries.py`, whose numbers are ours to change: these are the engines'.
+    """
+    return (2, verifier.layers // 2, verifier.layers - 3) if verifier is not None else ()
+
+
+def _from_sglang(name: str) -> str:
+    return name.replace("midlayer.", "layers.0.")
 
 
 def _refused(what: str, where: str) -> DataError:

@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import ValidationError
 from torch import Tensor
 
 from draftproof.draft.eagle3 import DraftConfig
-from draftproof.errors import DataError
-from draftproof.export.files import ReadBack, mapping_of, mapping_tensors, read_config, read_tensors, round_once, write_folder
+from draftproof.export.files import ReadBack, mapping_of, mapping_tensors, read_tensors, read_typed, round_once, write_folder
 from draftproof.export.schema import SglangConfig, describe, sglang_config
 from draftproof.records.mapping import VocabMapping
 from draftproof.target.target import Target
@@ -39,12 +37,7 @@ def to_sglang(folder: Path, masters: Mapping[str, Tensor], config: DraftConfig, 
 
 def from_sglang(folder: Path) -> ReadBack:
     """Read a folder that `to_sglang` wrote; raises DataError when a key of the config is not what it would write."""
-    try:
-        written = SglangConfig.model_validate(read_config(folder))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{key}: {first['msg']}.", where=str(folder / "config.json"), remedy="Export again with --from export.") from None
+    written = read_typed(folder, SglangConfig)
     tensors = read_tensors(folder)
     mapping = mapping_of(tensors, vocab_size=written.vocab_size, draft_vocab_size=written.draft_vocab_size, where=str(folder))
     config = DraftConfig(

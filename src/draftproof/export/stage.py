@@ -20,7 +20,7 @@ from draftproof.draft.engines import unsupported
 from draftproof.draft.files import load_draft
 from draftproof.errors import DataError, UsageError
 from draftproof.export.card import CARD, write_card
-from draftproof.export.files import ReadBack, round_once, target_embedding
+from draftproof.export.files import EMBEDDING, ReadBack, round_once, target_embedding
 from draftproof.export.loaders import load_sglang, load_vllm
 from draftproof.export.proof import prove
 from draftproof.export.schema import Verifier, describe
@@ -123,7 +123,7 @@ def _check_bits(
     wrong = sorted(set(rounded) ^ set(back.tensors))
     wrong += [name for name, tensor in rounded.items() if name in back.tensors and not _same(tensor, back.tensors[name])]
     if (embedding is None) != (back.embedding is None) or (embedding is not None and not _same(embedding, back.embedding)):
-        wrong.append("embed_tokens.weight")
+        wrong.append(EMBEDDING)
     if not (mapping.d2t == back.mapping.d2t).all() or back.config.boundaries != config.boundaries:
         wrong.append("d2t or the layer ids")
     if wrong:

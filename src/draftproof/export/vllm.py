@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import ValidationError
 from torch import Tensor
 
 from draftproof.draft.eagle3 import DraftConfig
-from draftproof.errors import DataError
 from draftproof.export.files import (
+    EMBEDDING,
     ReadBack,
     mapping_of,
     mapping_tensors,
-    read_config,
     read_tensors,
+    read_typed,
     round_once,
     target_embedding,
     write_folder,
@@ -27,8 +26,6 @@ from draftproof.export.files import (
 from draftproof.export.schema import VllmConfig, describe, vllm_config
 from draftproof.records.mapping import VocabMapping
 from draftproof.target.target import Target
-
-EMBEDDING = "embed_tokens.weight"
 
 
 def to_vllm(
@@ -46,12 +43,7 @@ def to_vllm(
 
 def from_vllm(folder: Path) -> ReadBack:
     """Read a folder that `to_vllm` wrote; raises DataError when a key of the config is not what it would write."""
-    try:
-        written = VllmConfig.model_validate(read_config(folder))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{key}: {first['msg']}.", where=str(folder / "config.json"), remedy="Export again with --from export.") from None
+    written = read_typed(folder, VllmConfig)
     layer = written.transformer_layer_config
     tensors = read_tensors(folder)
     mapping = mapping_of(tensors, vocab_size=layer.vocab_size, draft_vocab_size=written.draft_vocab_size, where=str(folder))

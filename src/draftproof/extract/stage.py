@@ -31,7 +31,7 @@ from draftproof.target.boundaries import check_boundaries, default_boundaries
 from draftproof.target.loaded import compute_dtype
 from draftproof.target.target import Target
 
-NAME, VERSION, NEEDS = "extract", 1, ("prepare",)
+VERSION, NEEDS = 1, ("prepare",)
 
 
 def ingredients(settings: ExtractSettings, target: Target, inputs: Mapping[str, Manifest]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def ingredients(settings: ExtractSettings, target: Target, inputs: Mapping[str, 
 
 
 def run(task: StageTask, settings: ExtractSettings, target: Target) -> Outcome:
-    """Make the store in `task.out`, or go on with it. Raises Stopped on a full disk, and what the gate raises."""
+    """Make the store in `task.out`, or go on with it. Raises what the gate raises, and the OSError of a full disk."""
     rows = read_rows(task.inputs["prepare"])
     boundaries = _boundaries(settings, target)
     layout = StoreLayout(

@@ -66,7 +66,8 @@ def target_boundaries(context: GateContext) -> Finding:
     origin = "by default" if context.recipe.extract.boundaries is None else "as the recipe says"
     return passed(
         "target.boundaries",
-        f"{', '.join(map(str, found))} of {target.config.layers} layers, {origin} (vLLM writes {to_vllm(found)}, SGLang {to_sglang(found)})",
+        f"{', '.join(map(str, found))} of {target.config.layers} layers, {origin} "
+        f"(vLLM writes {to_vllm(found)}, SGLang {to_sglang(found)})",
     )
 
 

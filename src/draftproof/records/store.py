@@ -12,12 +12,12 @@ There is one writer; a second one is refused.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,11 +30,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftproof.artifact import Journal, differing_fields, hash_bytes, hash_file, read_json, sync_folder, write_json
-from draftproof.errors import DamagedArtifact, DataError, DraftproofError, OtherRunsWork, Stopped
+from draftproof.errors import DamagedArtifact, DataError, DraftproofError, OtherRunsWork
 from draftproof.records.codec import decode, encode
-from draftproof.records.layout import StoreLayout, plan_shards, token_bytes
-
-__all__ = ["Store", "StoreLayout", "StoreWriter", "StoredRow", "plan_shards", "token_bytes"]
+from draftproof.records.layout import StoreLayout
 
 STORE, JOURNAL = "store.json", "journal.jsonl"
 LOCK_WAIT_S = 5.0
@@ -85,18 +83,18 @@ class StoreWriter:
             os.close(self._lock)
             self._lock = None
 
-    def sealed(self, *, deep: bool = False) -> set[int]:
+    def sealed(self) -> set[int]:
         """Shards proven whole by the journal, read from disk at each call.
 
-        Size and time must be those recorded at sealing; if the time differs, or with `deep`, the content is
-        hashed. Anything else is to be made again.
+        Size and time must be those recorded at sealing; if the time differs, the content is hashed. Anything else is to
+        be made again.
         """
         return {
             record["shard"]
             for record in self._journal.read()
             if record["shard"] < len(self.shards)
             and record["rows"] == len(self.shards[record["shard"]])
-            and not _shard_problem(self.folder, record, deep=deep)
+            and not _shard_problem(self.folder, record)
         }
 
     def write_shard(
@@ -113,7 +111,7 @@ class StoreWriter:
 
         Shapes for its R rows and N tokens: token_ids and teacher_top1 [N] integers, aux [N, A, H] and final
         [N, H] float. Raises DataError, naming row and token, for states that cannot be right (wrong count, not
-        finite, all zero), and Stopped when the disk is full, leaving no partial file.
+        finite, all zero), and the OSError of a full disk, leaving no partial file.
         """
         self._check(index, row_keys, lengths, token_ids, aux, final, teacher_top1)
         tensors = {
@@ -126,7 +124,7 @@ class StoreWriter:
         }
         name = f"shard-{index:05d}.safetensors"
         temporary, path = self.folder / f".{name}.tmp", self.folder / name
-        with _stops_on_full_disk(self.folder, temporary, path):
+        with _removed_on_error(temporary, path):
             digest = _write_safetensors(temporary, tensors)
             os.replace(temporary, path)
             sync_folder(self.folder)
@@ -147,11 +145,10 @@ class StoreWriter:
         """Write what the store is, or compare it with what is there; clear away what a kill left."""
         wanted = {"layout": self.layout.to_json(), "shards": len(self.shards), "rows": sum(len(rows) for rows in self.shards)}
         about = self.folder / STORE
-        for left_over in self.folder.glob(".*.tmp"):
+        for left_over in self.folder.glob(".*.tmp"):  # a store made without a run folder has nobody else who sweeps it
             left_over.unlink()
         if not about.exists():
-            with _stops_on_full_disk(self.folder):
-                write_json(about, wanted)
+            write_json(about, wanted)
         elif (found := read_json(about)) != wanted:
             raise OtherRunsWork(
                 f"The store there has another layout: {differing_fields(found, wanted)[0]}.", where=str(about), remedy=_MAKE_AGAIN
@@ -193,7 +190,8 @@ class StoreWriter:
                     raise DataError(
                         f"The state at {name} is {fault} at token {token - int(starts[row])}.",
                         where=f"row {row_keys[row]}",
-                        remedy="The engine's states cannot be trusted: run `draftproof check` and compare its canary.",
+                        remedy="The engine's states cannot be trusted: try another extract.batch_tokens or target.dtype, "
+                        "and report it if that does not help.",
                     )
 
 
@@ -218,7 +216,7 @@ class Store:
                 raise DamagedArtifact(
                     f"Shard {index} of {about['shards']} is not sealed.", where=str(folder), remedy="Run it again: it goes on."
                 )
-            if problem := _shard_problem(folder, self._records[index], deep=False):
+            if problem := _shard_problem(folder, self._records[index]):
                 raise DamagedArtifact(problem, where=str(folder), remedy=_MAKE_AGAIN)
             for number, key in enumerate(_unpack_keys(self._shard(index)["row_key"])):
                 self._place[key] = (index, number)
@@ -245,14 +243,6 @@ class Store:
     def __len__(self) -> int:
         return len(self._place)
 
-    def __contains__(self, row_key: object) -> bool:
-        return row_key in self._place
-
-    def length(self, row_key: str) -> int:
-        """T of one row."""
-        _, start, stop = self._span(row_key)
-        return stop - start
-
     def read(self, row_key: str) -> StoredRow:
         """All states of one row. Raises DataError for an unknown key."""
         shard, start, stop = self._span(row_key)
@@ -265,26 +255,11 @@ class Store:
             teacher_top1=shard["teacher_top1"][start:stop].long(),
         )
 
-    def read_final(self, row_key: str, positions: Tensor | np.ndarray | Sequence[int]) -> Tensor:
-        """bfloat16 [n, H]: the final boundary at n positions of a row; only their bytes are read."""
-        shard, start, stop = self._span(row_key)
-        wanted = torch.as_tensor(positions, dtype=torch.int64)
-        if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < stop - start:
-            raise DataError(
-                f"A position lies outside the row's {stop - start} tokens.", where=f"row {row_key}", remedy="Check the row table."
-            )
-        return shard["final"][wanted + start]
-
     def contents(self) -> dict[str, str]:
         """{"states": hash over the layout and every shard's hash, in order}."""
         parts = [json.dumps(self.layout.to_json(), sort_keys=True).encode()]
         parts += [bytes.fromhex(self._records[index]["hash"]) for index in sorted(self._records)]
         return {"states": hash_bytes(*parts)}
-
-    def problems(self) -> list[str]:
-        """What is wrong with the shards' bytes, each hashed again; empty when all are as sealed."""
-        found = (_shard_problem(self.folder, record, deep=True) for _, record in sorted(self._records.items()))
-        return [problem for problem in found if problem]
 
     def _span(self, row_key: str) -> tuple[dict[str, Tensor], int, int]:
         if row_key not in self._place:
@@ -306,7 +281,7 @@ class Store:
         return self._shards[index]
 
 
-def _shard_problem(folder: Path, record: Mapping[str, Any], *, deep: bool) -> str | None:
+def _shard_problem(folder: Path, record: Mapping[str, Any]) -> str | None:
     path = folder / record["file"]
     try:
         stat = path.stat()
@@ -314,7 +289,7 @@ def _shard_problem(folder: Path, record: Mapping[str, Any], *, deep: bool) -> st
         return f"{record['file']} is missing."
     if stat.st_size != record["size"]:
         return f"{record['file']} has {stat.st_size} bytes, its journal line says {record['size']}."
-    if (deep or stat.st_mtime_ns != record["mtime_ns"]) and hash_file(path) != record["hash"]:
+    if stat.st_mtime_ns != record["mtime_ns"] and hash_file(path) != record["hash"]:
         return f"{record['file']} does not hash to what its journal line says."
     return None
 
@@ -389,23 +364,12 @@ def _lock(path: Path) -> int:
             return descriptor
 
 
-class _stops_on_full_disk:  # noqa: N801 (reads as a statement)
-    """Turns ENOSPC and EDQUOT into Stopped, and removes files that nothing proves on any error."""
-
-    def __init__(self, folder: Path, *unproven: Path) -> None:
-        self.folder, self.unproven = folder, unproven
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:
-            return
-        for path in self.unproven:
+@contextmanager
+def _removed_on_error(*unproven: Path) -> Iterator[None]:
+    """Removes files that nothing proves yet, so that a full disk is not filled by them."""
+    try:
+        yield
+    except BaseException:
+        for path in unproven:
             path.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Stopped(
-                f"The disk is full: {os.strerror(error.errno)}.",
-                where=str(self.folder),
-                remedy="Free some space and run again: it goes on after the last sealed shard.",
-            ) from None
+        raise

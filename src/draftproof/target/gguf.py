@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import blake3
 
-from draftproof.artifact import hash_file, read_json, sync_folder, write_json
+from draftproof.artifact import hash_file, sync_folder, write_json
 from draftproof.errors import DataError, Stopped, UsageError
 
 if TYPE_CHECKING:
@@ -233,9 +233,3 @@ def _no_bars() -> Iterator[None]:
     finally:
         if was:
             logging.enable_progress_bar()
-
-
-def source_of(folder: Path) -> str | None:
-    """Name of the GGUF file a folder was converted from; None for other folders."""
-    path = folder / _SOURCE
-    return str(read_json(path)["file"]) if path.is_file() else None
