@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from email.parser import BytesParser
@@ -68,6 +72,23 @@ def test_the_report_finds_its_templates(installed: Path, tmp_path: Path) -> None
     assert "Gate before evaluate" in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_every_package_that_is_imported_is_declared() -> None:
+    """Also those that would come along with another one, until that one no longer brings them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    declared = {re.split(r"[^\w-]", line)[0].lower() for line in lines}
+    imported = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add((node.module or "").partition(".")[0])
+    imported -= set(sys.stdlib_module_names) | {"draftproof"}
+    names = {"yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}
+    assert {names.get(name, name) for name in imported} <= declared
+
+
 def test_metadata(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -75,6 +96,8 @@ def test_metadata(wheel: Path) -> None:
     assert metadata["Name"] == "draftproof"
     assert metadata["Version"] == __version__
     assert {"vllm", "track", "hub"} <= set(metadata.get_all("Provides-Extra"))
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert f"draftproof-{__version__}.dist-info/licenses/LICENSE" in names
     requires = metadata.get_all("Requires-Dist")
     assert any(line.startswith("vllm") and "extra == 'vllm'" in line for line in requires)
     assert not any(line.startswith("vllm") and "extra" not in line for line in requires)
