@@ -131,7 +131,10 @@ def test_target_with_a_missing_shard(tm: LlamaForCausalLM, tt_plain: PreTrainedT
     job = write_job(tmp_path / "job", tmp_path / "target")
     ended = draftproof("run", job, "--workdir", tmp_path / "run", "-q", "--json")
     assert ended.code == 3
-    assert ended.document()["status"] == "refused"
+    document = ended.document()
+    assert document["status"] == "refused"
+    assert {"target.shards"} <= {finding["check"] for finding in document["findings"] if finding["status"] == "fail"}
+    assert "regenerate" in (tmp_path / "run" / "report.html").read_text()  # it shows what the gate saw
     assert shards[1].name in ended.sentence()
     assert not (tmp_path / "run" / "regenerate").exists()
     assert not partial(tmp_path / "run", "regenerate").exists()

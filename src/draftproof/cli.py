@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -281,15 +282,16 @@ def _run_line(
         from draftproof.progress import Progress
         from draftproof.recipe import load
 
+        loaded = load(recipe, overrides or (), run_dir=workdir)
+        result.update(run=loaded.recipe.run.dir, stages={}, findings=[])  # also of a walk that a gate ends
         console = Console(stderr=True, quiet=quiet, highlight=False)
         done = run_line(
-            load(recipe, overrides or (), run_dir=workdir),
+            loaded,
             progress=Progress(quiet=quiet, console=console),
-            announce=_announce(console),
-            announce_gate=_announce_gate(console, verbose),
+            announce=_announce(console, result),
+            announce_gate=_announce_gate(console, verbose, result),
             **where,
         )
-        result.update(run=str(done.run_dir), stages={stage.name: stage.happened for stage in done.stages})
         result.update(report=str(done.report))
         if done.stages:
             result.update(done.stages[-1].manifest.counts)
@@ -299,16 +301,22 @@ def _run_line(
             print_summary(done, Console(highlight=False))
 
 
-def _announce(console: Any) -> Callable[[StageDone], None]:
+def _announce(console: Any, result: _Result) -> Callable[[StageDone], None]:
     from draftproof.summary import stage_line
 
-    return lambda done: console.print(stage_line(done), soft_wrap=True)
+    def announce(done: StageDone) -> None:
+        result["stages"][done.name] = done.happened
+        console.print(stage_line(done), soft_wrap=True)
+
+    return announce
 
 
-def _announce_gate(console: Any, verbose: bool) -> Callable[[GateReport], None]:
+def _announce_gate(console: Any, verbose: bool, result: _Result) -> Callable[[GateReport], None]:
     from draftproof.summary import gate_lines
 
     def announce(report: GateReport) -> None:
+        seen = [asdict(finding) for finding in report.findings if finding.status != "pass"]
+        result["findings"] += [{"stage": report.stage, "point": report.point, **finding} for finding in seen]
         if verbose or report.point != "running" or report.verdict != "pass":
             console.print("\n".join(gate_lines(report, verbose=verbose)), soft_wrap=True)
 
