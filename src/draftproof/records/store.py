@@ -366,10 +366,13 @@ def _lock(path: Path) -> int:
 
 @contextmanager
 def _removed_on_error(*unproven: Path) -> Iterator[None]:
-    """Removes files that nothing proves yet, so that a full disk is not filled by them."""
+    """Removes files that nothing proves yet, so that a full disk is not filled by them.
+
+    Not after Ctrl-C: it may come when the journal line is written already, and the shard then counts.
+    """
     try:
         yield
-    except BaseException:
+    except Exception:
         for path in unproven:
             path.unlink(missing_ok=True)
         raise
