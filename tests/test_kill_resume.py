@@ -6,6 +6,7 @@ finishes that stage, and is stopped in the next; and so on to the end.
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -64,6 +65,22 @@ def test_ctrl_c_in_every_stage_and_sigterm(line_recipe: Path, line_run: Path, tm
     finish(line_recipe, run)
     assert contents(run) == contents(line_run)
     assert {stage: trace(run / stage, stage) for stage in LONG} == kept, "work done before Ctrl-C was done again"
+    assert_whole(run)
+
+
+@pytest.mark.slow
+def test_an_interrupted_from_goes_on(line_recipe: Path, line_run: Path, tmp_path: Path) -> None:
+    """The command that people are told to give again must not throw away what it has done since."""
+    run = tmp_path / "run"
+    shutil.copytree(line_run, run)
+    before = trace(run / "train", "train")
+    process = frozen_at_work(line_recipe, run, "train", "--from", "train")
+    begun = trace(partial(run, "train"), "train")
+    signalled(process, signal.SIGKILL)
+    again = draftproof("run", line_recipe, "--workdir", run, "-q", "--from", "train")
+    assert again.code == 0, again.stderr
+    assert before != begun == trace(run / "train", "train")
+    assert contents(run) == contents(line_run)
     assert_whole(run)
 
 

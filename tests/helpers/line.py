@@ -96,14 +96,14 @@ def draftproof(*arguments: str | Path, cwd: Path | None = None) -> Ended:
     return end(start(*arguments, cwd=cwd))
 
 
-def frozen_at_work(recipe: Path, run: Path, stage: str) -> subprocess.Popen[str]:
-    """`draftproof run` of a recipe, frozen by SIGSTOP while `stage` is at work and has made progress of its own.
+def frozen_at_work(recipe: Path, run: Path, stage: str, *more: str) -> subprocess.Popen[str]:
+    """`draftproof run` of a recipe (and `more` arguments), frozen by SIGSTOP while `stage` is at work and has made progress of its own.
 
     The short stages last milliseconds; when one is missed its artifact is removed and the command started again.
     """
     for _ in range(5):
         before = _progress(run, stage)
-        process = start("run", recipe, "--workdir", run, "-q")
+        process = start("run", recipe, "--workdir", run, "-q", *more)
         deadline = time.monotonic() + _PATIENCE_S
         while process.poll() is None and time.monotonic() < deadline:
             if _progress(run, stage) in (None, before):
