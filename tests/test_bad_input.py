@@ -88,6 +88,7 @@ def test_run_folder_that_is_a_file(job: Path, tmp_path: Path) -> None:
     assert (tmp_path / "taken").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_missing_file_of_prompts_costs_no_work(line_recipe: Path, copy: Path) -> None:
     """Neither plainly nor with --from is anything of the finished run given up for a recipe that cannot run."""
     before = contents(copy)
@@ -99,6 +100,7 @@ def test_missing_file_of_prompts_costs_no_work(line_recipe: Path, copy: Path) ->
     assert contents(copy) == before
 
 
+@pytest.mark.slow
 def test_truncated_last_line_then_mended(job: Path) -> None:
     """A killed writer's file: file, line and byte are named; once it is mended the same command goes on."""
     lines = [
@@ -143,6 +145,7 @@ def test_target_with_a_missing_shard(tm: LlamaForCausalLM, tt_plain: PreTrainedT
     assert shards[1].name in seen.sentence()
 
 
+@pytest.mark.slow
 def test_run_folder_with_other_work(line_recipe: Path, copy: Path) -> None:
     before, recipe = contents(copy), (copy / "recipe.yaml").read_bytes()
     ended = draftproof("run", line_recipe, "evaluate.max_tokens=12", "--workdir", copy, "-q")
@@ -160,6 +163,7 @@ def test_run_folder_with_other_work(line_recipe: Path, copy: Path) -> None:
     assert_whole(copy)
 
 
+@pytest.mark.slow
 def test_changed_byte_in_an_artifact(line_recipe: Path, copy: Path) -> None:
     """Seen at once when its time differs; seen by --verify even when it does not."""
     draft = copy / "train" / "draft.safetensors"

@@ -102,6 +102,7 @@ def test_plan_and_dry_run_change_nothing(line_recipe: Path, line_run: Path, tmp_
     assert "evaluate" in draftproof("plan", line_recipe, "--workdir", tmp_path / "run").stdout
 
 
+@pytest.mark.slow
 def test_until_one_stage_and_from(tm_folder: Path, tmp_path: Path) -> None:
     recipe, run = write_job(tmp_path / "job", tm_folder), tmp_path / "run"
     place = ("--workdir", run, "-q", "--json")
@@ -148,6 +149,7 @@ def test_a_finished_run_is_kept_and_its_report_written_again(line_recipe: Path, 
     assert str(tmp_path / "nowhere") in nothing.sentence()
 
 
+@pytest.mark.slow
 def test_inspect_knows_what_it_sees(line_run: Path, tm_folder: Path, tmp_path: Path) -> None:
     kinds = {line_run: "run", line_run / "vocab": "vocab artifact", tm_folder: "target"}
     kinds |= {line_run / "export" / engine: f"{engine} draft" for engine in ("vllm", "sglang")}
