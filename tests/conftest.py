@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from draftproof.target.target import Target
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+settings.register_profile("draftproof", deadline=None)  # a shared machine may be slow for a moment
+settings.load_profile("draftproof")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -130,7 +130,7 @@ def test_smollm2_whole(smollm2: Path) -> None:
     assert time.perf_counter() - started < 1.0
     config = target.config
     assert (config.layers, config.hidden_size, config.vocab_size, config.tied_head) == (30, 576, 49152, True)
-    model = load_model(target, "cpu")
+    model = load_model(target, "cpu", torch.bfloat16)
     ids = torch.randint(20, 49152, (1, 48), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode(), capture(model, range(30)) as captured:
         out = model(ids, output_hidden_states=True)
