@@ -20,7 +20,7 @@ from draftproof.records.rows import Row, RowTable, make_row_key, read_rows, writ
 from draftproof.records.store import Store, StoreWriter
 from draftproof.target.head import TargetHead
 from draftproof.target.target import Target
-from draftproof.train.batches import BatchPlan, assemble
+from draftproof.train.batches import BatchPlan, assemble, losses
 from draftproof.train.forecast import Acceptance, Forecast
 from draftproof.train.loop import train
 
@@ -63,16 +63,7 @@ def test_embedding_state_and_label_of_each_row(make_draft: Callable[..., Eagle3D
             return super().log_probabilities(final)
 
     head = TargetHead.from_weights(tm_target.weights(), tm_target.config, torch.float32, "cpu", rows=kept)
-    results = unrolled_loss(
-        draft,
-        batch.plan,
-        token_ids=batch.token_ids,
-        aux=batch.aux,
-        final=batch.final,
-        teacher_top1=batch.teacher_top1,
-        embedding=tagged,
-        teacher=Listening(head, kept),
-    )
+    results = losses(draft, batch, tagged, Listening(head, kept))
     starts = [set(result.starts.tolist()) for result in results]
     # The last prompt token (index 3) is the first start; tokens 4..11 are supervised, and step k needs x[t+2+k].
     assert starts == [{*range(3, 10), *range(15, 22)}, {*range(3, 9), *range(15, 21)}]

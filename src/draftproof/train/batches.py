@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftproof.draft.eagle3 import Eagle3Draft
+from draftproof.draft.loss import StepResult, Teacher, unrolled_loss
 from draftproof.draft.unroll import UnrollPlan, counted_steps, plan_unroll
 from draftproof.records.rows import RowTable, Split
 from draftproof.records.store import Store
@@ -39,6 +41,20 @@ class Batch:
         """The same batch, its tensors on a device."""
         moved = (tensor.to(device, non_blocking=True) for tensor in (self.token_ids, self.aux, self.final, self.teacher_top1))
         return Batch(self.row_keys, self.turns, self.plan, *moved)
+
+
+def losses(draft: Eagle3Draft, batch: Batch, embedding: Tensor, teacher: Teacher) -> list[StepResult]:
+    """`unrolled_loss` of a batch that lies on the draft's device; embedding [V, h]."""
+    return unrolled_loss(
+        draft,
+        batch.plan,
+        token_ids=batch.token_ids,
+        aux=batch.aux,
+        final=batch.final,
+        teacher_top1=batch.teacher_top1,
+        embedding=embedding,
+        teacher=teacher,
+    )
 
 
 class BatchPlan:

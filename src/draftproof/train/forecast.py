@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from draftproof.draft.eagle3 import Eagle3Draft
-from draftproof.draft.loss import Teacher, unrolled_loss
-from draftproof.train.batches import Batch
+from draftproof.draft.loss import Teacher
+from draftproof.train.batches import Batch, losses
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,7 @@ def forecast(draft: Eagle3Draft, batches: Iterable[Batch], embedding: Tensor, te
     loss, rows = np.zeros(steps), np.zeros(steps)
     for batch in batches:
         with torch.no_grad():
-            results = unrolled_loss(
-                draft,
-                batch.plan,
-                token_ids=batch.token_ids,
-                aux=batch.aux,
-                final=batch.final,
-                teacher_top1=batch.teacher_top1,
-                embedding=embedding,
-                teacher=teacher,
-            )
+            results = losses(draft, batch, embedding, teacher)
         depth = batch.plan.depth.numpy()
         hit = np.zeros((len(batch.token_ids), steps), dtype=bool)
         for k, result in enumerate(results):

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from draftproof.artifact import write_atomic
 from draftproof.draft.eagle3 import Eagle3Draft
-from draftproof.draft.loss import Teacher, unrolled_loss
+from draftproof.draft.loss import Teacher
 from draftproof.errors import DraftproofError
 from draftproof.progress import Meter
 from draftproof.recipe import TrainSettings
-from draftproof.train.batches import Batch
+from draftproof.train.batches import Batch, losses
 from draftproof.train.checkpoint import Position, load_checkpoint, save_checkpoint
 from draftproof.train.forecast import Acceptance, Forecast
 from draftproof.train.optimizer import clip_gradients, learning_rate, make_optimizer
@@ -71,22 +71,12 @@ def train(
     started, tokens = time.monotonic(), 0
 
     for step, packed in _ahead(batch, position.step, total):
-        moved = packed.to(device)
         rate = learning_rate(step, total, settings)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.zero_grad(set_to_none=True)
         with autocast(device, settings):
-            results = unrolled_loss(
-                draft,
-                moved.plan,
-                token_ids=moved.token_ids,
-                aux=moved.aux,
-                final=moved.final,
-                teacher_top1=moved.teacher_top1,
-                embedding=embedding,
-                teacher=teacher,
-            )
+            results = losses(draft, packed.to(device), embedding, teacher)
         loss = torch.stack([settings.decay**k * result.loss_sum / len(result.starts) for k, result in enumerate(results)]).sum()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own stub
         value, norm = loss.item(), clip_gradients(parameters, settings.clip).item()
