@@ -214,8 +214,29 @@ class ExportSettings(Section):
     """Both cost seconds; each is proven by a strict loader."""
 
 
+class MachineSettings(Section):
+    """The machine that works, and who else may hold it."""
+
+    gpus: Literal["auto", "all"] | tuple[Annotated[int, Field(ge=0)], ...] = "auto"
+    """GPUs that must be free, as NVML counts them. auto: the ones the run will use, none on a CPU."""
+    units: tuple[str, ...] = ()
+    """Services that may hold these GPUs and may be stopped for the run: `vllm.service`, `user:vllm.service`, `docker:ID`."""
+    hosts: tuple[str, ...] = ()
+    """Other hosts, as ssh knows them, whose machines must be fit as well."""
+    watch_s: float = Field(1.0, gt=0)
+    """Seconds between two looks while a target loads. A look costs about 0.1 s of one core."""
+
+    @field_validator("units", "hosts", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
 class GateSettings(Section):
     """The checkpoints before each stage."""
+
+    gpu_memory_mib: int = Field(0, ge=0)
+    """Memory that may be in use on a free GPU, without what the driver keeps for itself. 0, since a stale worker can be small."""
 
     waive: dict[str, str] = {}
     """Check name to the reason why its verdict is overruled; the report shows it."""
@@ -255,6 +276,7 @@ class Recipe(Section):
     train: TrainSettings = TrainSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     export: ExportSettings = ExportSettings()
+    machine: MachineSettings = MachineSettings()
     gates: GateSettings = GateSettings()
     run: RunSettings
 

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 from draftproof.errors import DataError, DraftproofError, UsageError
-from draftproof.evaluate.supervised import run_supervised
+from draftproof.machine.supervised import run_supervised
 from draftproof.target.target import Target
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from draftproof.artifact import write_json
 from draftproof.evaluate.serve import ServeRequest
-from draftproof.evaluate.supervised import end_with_parent
+from draftproof.machine.supervised import end_with_parent
 
 COUNTERS = {
     "vllm:spec_decode_num_drafts": "drafts",

@@ -12,17 +12,17 @@ import psutil
 import pytest
 
 from draftproof.errors import DraftproofError
-from draftproof.evaluate import supervised
-from draftproof.evaluate.supervised import first_error, run_supervised
+from draftproof.machine import supervised
+from draftproof.machine.supervised import first_error, run_supervised
 
 ENGINE = """
 import os, signal, subprocess, sys, time
 pids, how = sys.argv[1], sys.argv[2]
 stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(300)"
-worker = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
+worker = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE, start_new_session=how == "leave session")
 worker.stdout.readline()
 open(pids, "w").write(f"{os.getpid()} {worker.pid}")
-if how == "leave": sys.exit(0)
+if how.startswith("leave"): sys.exit(0)
 if how == "fail": raise ValueError("no room for the cache")
 time.sleep(300)
 """
@@ -49,6 +49,26 @@ def test_a_child_that_leaves_a_worker_behind(tmp_path: Path) -> None:
     assert _gone(tmp_path)
 
 
+def test_a_worker_that_left_the_session_is_known_by_the_token(tmp_path: Path) -> None:
+    _run(tmp_path, "leave session")
+    assert _gone(tmp_path)
+
+
+def test_the_record_lasts_as_long_as_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    old = tmp_path / "state/draftproof/engines/old.json"
+    old.parent.mkdir(parents=True)
+    old.write_text('{"boot_id": "an earlier one"}')
+    look = (
+        "import os, pathlib, sys; files = list(pathlib.Path(sys.argv[1]).glob('*.json')); "
+        "print(len(files), os.environ['DRAFTPROOF_ENGINE'] in files[0].name)"
+    )
+    log = tmp_path / "log"
+    run_supervised([sys.executable, "-c", look, str(old.parent)], env=os.environ, log=log, timeout_s=60, what="The engine")
+    assert log.read_text() == "1 True\n"
+    assert not list(old.parent.iterdir())
+
+
 def test_a_child_that_fails(tmp_path: Path) -> None:
     with pytest.raises(DraftproofError, match="The engine failed: ValueError: no room for the cache"):
         _run(tmp_path, "fail")
@@ -63,7 +83,7 @@ def test_a_child_that_takes_too_long(tmp_path: Path) -> None:
 
 def test_ctrl_c(tmp_path: Path) -> None:
     """SIGINT to this process alone: the child has a session of its own and does not get it."""
-    script = f"import os\nfrom pathlib import Path\nfrom draftproof.evaluate import supervised\nsupervised.GRACE_S = 0.5\n_E = {ENGINE!r}\n"
+    script = f"import os\nfrom pathlib import Path\nfrom draftproof.machine import supervised\nsupervised.GRACE_S = 0.5\n_E = {ENGINE!r}\n"
     script += "import sys\nsupervised.run_supervised([sys.executable, '-c', _E, sys.argv[1] + '/pids', 'stay'], env=os.environ, "
     script += "log=Path(sys.argv[1], 'log'), timeout_s=60, what='The engine')"
     parent = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stderr=subprocess.PIPE)
@@ -77,7 +97,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
 def test_a_parent_that_is_killed(tmp_path: Path) -> None:
     """SIGKILL leaves the parent no chance: the child sees it and ends its session, the stubborn worker included."""
     child = (
-        "from draftproof.evaluate import supervised; import os, sys; supervised.GRACE_S = 0.5; supervised.end_with_parent(os.getppid())\n"
+        "from draftproof.machine import supervised; import os, sys; supervised.GRACE_S = 0.5; supervised.end_with_parent(os.getppid())\n"
     )
     script = (
         "import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', sys.argv[1], sys.argv[2], 'stay'], start_new_session=True)\n"
