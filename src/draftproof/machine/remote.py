@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -56,8 +57,8 @@ MOST_OUTPUT = 64 * 2**20
 MOST_STDERR = 64 * 2**10
 MOST_REQUEST = 120_000
 """Linux takes 128 KiB for one argument, and ssh hands the whole command to the remote shell as one."""
-LONGEST_SOCKET_FOLDER = 45
-"""A socket's path has 104 characters on the meanest system; `/`, ssh's 40-character name and the 17 of its temporary one are added."""
+LONGEST_SOCKET_FOLDER = 36
+"""A socket's path has 104 characters on the meanest system, its end included; we add 50, and ssh 17 while it makes one."""
 
 GRACE_S = 0.5
 """For the child to end by itself once its document is whole. A forgotten grandchild with stdout open keeps an ssh session up for ever."""
@@ -206,7 +207,7 @@ def _command(reach: Reach, argument: str, *, sudo: bool, left_s: float) -> list[
         # A user's forwards would fight over ports; a RemoteCommand of the user's config would take the place of ours.
         "ClearAllForwardings": "yes",
         "RemoteCommand": "none",
-        **_sharing(),
+        **_sharing(reach.host),
     }
     return [
         "ssh",
@@ -218,12 +219,17 @@ def _command(reach: Reach, argument: str, *, sudo: bool, left_s: float) -> list[
     ]
 
 
-def _sharing() -> dict[str, str]:
-    """The ssh options that keep a connection open for the next question."""
+def _sharing(host: str) -> dict[str, str]:
+    """The ssh options that keep a connection open for the next question.
+
+    ssh's %C is made of address, port and user. Two machines behind two jump hosts may have all three in common, so the
+    name we were given is part of the socket's.
+    """
     folder = _socket_folder()
     if folder is None:
         return {"ControlMaster": "no", "ControlPath": "none"}
-    return {"ControlMaster": "auto", "ControlPersist": "60", "ControlPath": f"{str(folder).replace('%', '%%')}/%C"}
+    name = hashlib.sha256(host.encode()).hexdigest()[:8]
+    return {"ControlMaster": "auto", "ControlPersist": "60", "ControlPath": f"{str(folder).replace('%', '%%')}/{name}-%C"}
 
 
 def _socket_folder() -> Path | None:
