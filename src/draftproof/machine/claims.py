@@ -37,7 +37,7 @@ class Claim:
     bytes: int | None
     """Never more than the GPU has in use beside the other claims. None: NVML does not say."""
     fate: Fate
-    """Of the pid; of memory without a pid: `gone` if the list was seen, else `unseen`."""
+    """Of the pid. Of memory without a pid: `gone`; `unseen` if the list was not seen; `hidden` if the list may be short."""
     owners: tuple[Process, ...]
     """One of these holds it, or several share it; oldest first. Empty: nobody was found."""
     as_listed: int | None = None
@@ -83,10 +83,16 @@ class Machine:
             callers.append(pid)
         return callers
 
+    @property
+    def sees_all_pids(self) -> bool:
+        """Whether NVML lists all processes, by numbers that mean the same here. In a container it depends on the driver: the
+        open kernel modules leave out what is in other pid namespaces, the others list it by the host's numbers."""
+        return self.snapshot.viewer.initial_namespace is True
+
     def fate(self, gpu: Gpu, pid: int) -> Fate:
         """What became of a pid that NVML lists on this GPU."""
         process = self.snapshot.process(pid)
-        if self.snapshot.viewer.initial_namespace is not True:
+        if not self.sees_all_pids:
             # The number may be another process here. Only one that has the GPU open is taken for the one that is meant.
             return "alive" if process is not None and has_open(process, gpu) else "hidden"
         if process is None:
@@ -122,7 +128,7 @@ class Machine:
         """All memory of a GPU, each piece once: one claim for each listed pid, and one for what is beyond the list."""
         candidates = self.candidates(gpu)
         left = None if gpu.memory is None else gpu.memory.used_now
-        fates = {pid: self.fate(gpu, pid) for pid in gpu.listed}
+        fates: dict[int, Fate] = {pid: self.fate(gpu, pid) for pid in gpu.listed}
         claims = []
         # Where the list adds up to more than is in use, somebody ended during the look: those who live come first.
         for pid in sorted(fates, key=lambda pid: fates[pid] != "alive"):
@@ -133,7 +139,8 @@ class Machine:
         if gpu.memory is not None and left is not None and None not in gpu.listed.values():
             tolerance = UNOWNED_TOLERANCE if gpu.memory.version == 2 else UNOWNED_TOLERANCE_V1
             if left > tolerance:
-                claims.append(Claim(None, left, "unseen" if gpu.processes is None else "gone", candidates))
+                fate: Fate = "unseen" if gpu.processes is None else "gone" if self.sees_all_pids else "hidden"
+                claims.append(Claim(None, left, fate, () if fate == "hidden" else candidates))
         return tuple(claims)
 
     def _owners(self, pid: int, fate: Fate, held: int | None, candidates: tuple[Process, ...]) -> tuple[Process, ...]:

@@ -91,7 +91,7 @@ def _on(machine: Machine, gpu: Gpu) -> list[Holder]:
     for claim in claims:
         for owner in claim.owners:
             held_by[owner.pid].append(claim)
-    hidden = [claim.pid for claim in claims if claim.fate == "hidden" and claim.pid is not None]
+    hidden = [claim for claim in claims if claim.fate == "hidden"]
     suspects = {process.pid for process in machine.candidates(gpu)} if hidden else set()
     found = [_without_process(machine, gpu, claim) for claim in claims if not claim.owners]
     for process in machine.snapshot.processes or ():
@@ -140,13 +140,11 @@ def _with_memory(machine: Machine, gpu: Gpu, process: Process, claims: list[Clai
     )
 
 
-def _suspect(machine: Machine, gpu: Gpu, process: Process, hidden: list[int]) -> Holder:
-    """One that may be listed under a number of another pid namespace."""
-    said = [
-        _Said(
-            f"NVML lists {_pids(hidden)} of a pid namespace that cannot be seen from here, and it may be that", "may hold what NVML lists"
-        )
-    ]
+def _suspect(machine: Machine, gpu: Gpu, process: Process, hidden: list[Claim]) -> Holder:
+    """One that may hold what is listed by a number of another pid namespace, or not listed for being in one."""
+    pids, amount = [claim.pid for claim in hidden if claim.pid is not None], _mib([claim.bytes for claim in hidden])
+    whose = f"NVML lists under {_pids(pids)}, not to be seen from this pid namespace" if pids else "nobody to be seen from here owns"
+    said = [_Said(f"it may hold the {amount} that {whose}", f"may hold {amount} of nobody seen")]
     return _holder(machine, gpu, process, _Part("forked"), f"has GPU {gpu.index} open", said)
 
 
@@ -259,10 +257,8 @@ def _without_process(machine: Machine, gpu: Gpu, claim: Claim) -> Holder:
     short = [f"pid {claim.pid}", amount]
     if claim.fate == "hidden":
         kind = "container"
-        clauses = [f"pid {claim.pid} holds {amount}", "it counts in a pid namespace that cannot be seen from here"]
+        clauses = [f"pid {claim.pid} holds {amount}", f"it is in a pid namespace that cannot be seen from here{_or_caller(machine, gpu)}"]
         short.append("in a pid namespace that cannot be seen")
-        if any(process.pid in machine.own and has_open(process, gpu) for process in machine.snapshot.processes or ()):
-            clauses.append("it may be the caller itself, which has the GPU open")
     elif claim.fate == "unseen":
         kind = "live" if machine.snapshot.processes is None else "other_user"
         why = machine.snapshot.why_unseen(f"process.{claim.pid}") or machine.snapshot.why_unseen("processes") or "no reason was given"
@@ -289,6 +285,10 @@ def _nobodys(machine: Machine, gpu: Gpu, claim: Claim, amount: str) -> Holder:
     if claim.fate == "unseen":
         why = f"{amount} are in use, and who holds them was not seen: {_no_list(machine, gpu)}"
         return Holder(gpu.index, None, claim.bytes, "driver", True, why, None, (), f"{amount}, nobody seen who holds them")
+    if claim.fate == "hidden":
+        who = f"a process of another pid namespace or the driver holds them{_or_caller(machine, gpu)}"
+        why = f"{amount} are in use that no process to be seen from this pid namespace owns: {who}"
+        return Holder(gpu.index, None, claim.bytes, "container", True, why, None, (), f"{amount} that nobody to be seen owns")
     why = f"{amount} are in use that no process owns: the driver holds them{_blind(machine)}"
     if gpu.mig is not None and gpu.mig.enabled:
         why += f"; the GPU is split into {gpu.mig.instances} MIG instances"
@@ -304,6 +304,12 @@ def _blind(machine: Machine) -> str:
     """What could not be looked at, where somebody was looked for in vain."""
     why = machine.snapshot.why_unseen("processes")
     return f" (not all was seen: {plain(why, 200)})" if why else ""
+
+
+def _or_caller(machine: Machine, gpu: Gpu) -> str:
+    """What the caller may hold itself, without a way to tell."""
+    opened = any(process.pid in machine.own and has_open(process, gpu) for process in machine.snapshot.processes or ())
+    return ", unless it is the caller itself, which has the GPU open" if opened else ""
 
 
 def _no_list(machine: Machine, gpu: Gpu) -> str:
