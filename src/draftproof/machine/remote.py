@@ -463,7 +463,7 @@ def _explain(reach: Reach, ended: _Ended, timeout_s: float) -> Unreachable:
         return because(f"There is no {python} there: {says}", "Install Python 3.9 or newer there, or give the path of one.")
     if ended.code == 126:
         return because(f"{python} cannot be run there: {says}", "Give the path of another Python, 3.9 or newer.")
-    if re.search(r"SyntaxError|Unknown option: -I|not subscriptable", ended.stderr):
+    if re.search(r"SyntaxError|Unknown option: -I|'type' object is not subscriptable", ended.stderr):
         return because(f"{python} is too old there: {says}", "Python 3.9 or newer is needed: give the path of one.")
     number = -ended.code if ended.code is not None and ended.code < 0 else (ended.code or 0) - 128
     if 0 < number < signal.NSIG:
