@@ -18,7 +18,10 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from draftproof.machine import probe
 from draftproof.machine.stop import same_command
 from stopping import (
     IGNORE,
@@ -578,9 +581,11 @@ def test_it_is_python_3_9_and_the_standard_library_alone() -> None:
         ("a *** b *** c", "a 1 b 2 c", True),
         ("a *** b *** c", "a 1 c", False),
         ("a *** b", "a b", False),
-        ("x" * 300, "x" * 4000, True),
         ("x" * 299 + "…", "x" * 4000, True),
-        ("x" * 300, "x" * 200, False),
+        ("x" * 299 + "…", "x" * 298, False),
+        ("x" * 297 + "**…", "x" * 297 + "secret and more", True),
+        ("x" * 300, "x" * 300, True),
+        ("x" * 300, "x" * 4000, False),
         ("anything", "", True),
     ],
 )
@@ -597,3 +602,24 @@ def test_the_time_of_the_plan_decides_who_was_born_since(family: Family) -> None
     assert set(outcomes(said).values()) == {"terminated"}
     assert len(said["outcomes"]) == 2
     assert family.alive() == []
+
+
+@given(
+    st.lists(
+        st.sampled_from(["--api-key", "k e y", "HF_TOKEN=abc", "--token=x", "***", "*", "", "é", "serve", "Bearer s3cret", "x" * 150])
+        | st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=9),
+        max_size=12,
+    )
+)
+def test_a_command_as_the_probe_writes_it_is_known_again(words: list[str]) -> None:
+    masked = probe.mask(words)
+    assert same_command(masked if len(masked) <= 300 else masked[:299] + "…", " ".join(words))
+
+
+def test_a_long_command_with_a_secret_seen_by_the_probe(family: Family) -> None:
+    """Longer than the probe reads, with what it masks and what it cuts off."""
+    child = family.start(SLEEP, f"# --api-key s3cret {'long ' * 2000}")
+    seen = probe.command_of("/proc", child.pid)
+    assert len(seen) == 300
+    assert "s3cret" not in seen
+    assert outcomes(stop(plan(target(child.pid, command=seen)))) == {child.pid: "terminated"}

@@ -248,9 +248,9 @@ def never_stopped(name: str, uid: int | None = None) -> bool:
 
 
 def same_command(planned: str, now: str) -> bool:
-    """Whether a command line is the one of the plan, in which secrets are masked by *** and the end may be cut off."""
-    cut = len(planned) >= 299
-    start, *parts = (planned.rstrip("….") if cut else planned).split("***")
+    """Whether a command line is the one of the plan, as `probe.py` writes it: secrets are ***, the end is cut off by an ellipsis."""
+    cut = len(planned) == 300 and planned.endswith("…")
+    start, *parts = (planned[:-1].rstrip("*") if cut else planned).split("***")
     if not now or not now.startswith(start):
         return not now  # its first thread has ended, others live: nothing to compare
     at = len(start)
@@ -462,7 +462,7 @@ def see(proc: str, pid: int) -> Seen | None:
     exe = ""
     with contextlib.suppress(OSError):  # only root sees other users'
         exe = os.path.basename(os.readlink(f"{proc}/{pid}/exe"))
-    words = command.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace").strip()
+    words = command[:4096].rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")  # as much as the probe reads
     return replace(seen, uid=int(uid[1]), exe=exe, command=words)
 
 
