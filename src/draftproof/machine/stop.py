@@ -339,8 +339,9 @@ def stop_units(job: Job, found: list[Found], interrupted: Sequence[int]) -> list
 
     with ThreadPoolExecutor(len(units) or 1) as pool:
         ends = list(pool.map(stop, units))
-    for one in [one for one in living(found) if one.unit is not None]:
-        assert one.unit is not None
+    for one in living(found):
+        if one.unit is None:
+            continue
         name, (end, detail) = units[one.unit]["name"], ends[one.unit]
         if ended(one.pidfd):
             one.settle("terminated", "; ".join(filter(None, (f"with its unit {name}", zombie(job, one)))))
@@ -368,7 +369,7 @@ def reason_to_keep(unit: dict[str, Any], members: Sequence[Found], job: Job) -> 
 def stop_unit(unit: dict[str, Any], owner: int, job: Job, interrupted: Sequence[int]) -> tuple[str, str]:
     """Stop one unit and ask how it is: "stopped" or "left", and a sentence."""
     tool, name, deadline = unit["scope"], unit["name"], job.plan["deadline_s"]
-    dead: tuple[str, ...] = ("inactive", "failed", "unknown")
+    question, dead = "is-active", {"inactive", "failed", "unknown"}
     if tool in ("system", "user"):
         client = ["systemctl"] if tool == "system" else ["systemctl", "--user"]
         if tool == "user" and owner != os.getuid():
@@ -379,16 +380,15 @@ def stop_unit(unit: dict[str, Any], owner: int, job: Job, interrupted: Sequence[
     else:
         stop = [tool, "stop", "--time", str(max(1, int(deadline))), name]
         ask = [tool, "inspect", "--format", "{{.State.Running}}", name]
-        dead = ("false",)
-    said = run(stop, deadline + CLIENT_S, interrupted)
-    state = run(ask, CLIENT_S, ())
-    if state in dead or (dead == ("false",) and "no such" in state.lower()):
-        return "stopped", f"{state} after {stop[0]} stop"
-    return "left", f"after {stop[0]} stop it is {state or 'of unknown state'}" + (f"; it said: {said}" if said else "")
+        question, dead = "running", {"false"}
+    said, state = run(stop, deadline + CLIENT_S, interrupted)[:1], "".join(run(ask, CLIENT_S, ())[-1:])
+    if state in dead or (question == "running" and "no such" in state.lower()):
+        return "stopped", f"{question}: {state}"
+    return "left", "; ".join([f"{question}: {state or 'no answer'}", *(f"stop: {line}" for line in said)])
 
 
-def run(command: Sequence[str], seconds: float, interrupted: Sequence[int]) -> str:
-    """The last line that a command printed, or why there is none. It has no terminal and no input, so it cannot ask."""
+def run(command: Sequence[str], seconds: float, interrupted: Sequence[int]) -> list[str]:
+    """The lines that a command printed, or why there are none. It has no terminal and no input, so it cannot ask."""
     environment = {"XDG_RUNTIME_DIR": f"/run/user/{os.getuid()}", **os.environ, "LC_ALL": "C"}
     output = os.memfd_create("output")  # a pipe would be held open by a forgotten grandchild
     try:
@@ -400,12 +400,12 @@ def run(command: Sequence[str], seconds: float, interrupted: Sequence[int]) -> s
             if time.monotonic() >= until or interrupted:
                 os.killpg(child.pid, signal.SIGKILL)  # not reaped, so the number is still its own
                 child.wait()
-                return "interrupted" if interrupted else f"no answer within {seconds:g} s"
+                return ["interrupted" if interrupted else f"no answer within {seconds:g} s"]
             time.sleep(0.01)
-        lines = os.pread(output, 2**16, max(0, os.fstat(output).st_size - 2**16)).decode(errors="replace").split("\n")
-        return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
+        lines = os.pread(output, 2**16, 0).decode(errors="replace").split("\n")
+        return [line.strip()[:300] for line in lines if line.strip()]
     except OSError as error:
-        return f"{command[0]}: {error.strerror}"
+        return [f"{command[0]}: {error.strerror}"]
     finally:
         os.close(output)
 
