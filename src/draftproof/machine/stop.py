@@ -390,24 +390,22 @@ def stop_unit(unit: dict[str, Any], owner: int, job: Job, interrupted: Sequence[
 def run(command: Sequence[str], seconds: float, interrupted: Sequence[int]) -> list[str]:
     """The lines that a command printed, or why there are none. It has no terminal and no input, so it cannot ask."""
     environment = {"XDG_RUNTIME_DIR": f"/run/user/{os.getuid()}", **os.environ, "LC_ALL": "C"}
-    output = os.memfd_create("output")  # a pipe would be held open by a forgotten grandchild
     try:
-        child = subprocess.Popen(  # noqa: S603  (a list of words, no shell)
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
-        )
-        until = time.monotonic() + seconds
-        while child.poll() is None:
-            if time.monotonic() >= until or interrupted:
-                os.killpg(child.pid, signal.SIGKILL)  # not reaped, so the number is still its own
-                child.wait()
-                return ["interrupted" if interrupted else f"no answer within {seconds:g} s"]
-            time.sleep(0.01)
-        lines = os.pread(output, 2**16, 0).decode(errors="replace").split("\n")
-        return [line.strip()[:300] for line in lines if line.strip()]
+        with open(os.memfd_create("output"), "r+b") as output:  # a pipe would be held open by a forgotten grandchild
+            child = subprocess.Popen(  # noqa: S603  (a list of words, no shell)
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+            )
+            until = time.monotonic() + seconds
+            while child.poll() is None:
+                if time.monotonic() >= until or interrupted:
+                    os.killpg(child.pid, signal.SIGKILL)  # not reaped, so the number is still its own
+                    child.wait()
+                    return ["interrupted" if interrupted else f"no answer within {seconds:g} s"]
+                time.sleep(0.01)
+            lines = os.pread(output.fileno(), 2**16, 0).decode(errors="replace").split("\n")
+            return [line.strip()[:300] for line in lines if line.strip()]
     except OSError as error:
         return [f"{command[0]}: {error.strerror}"]
-    finally:
-        os.close(output)
 
 
 def in_unit(paths: frozenset[str], unit: dict[str, Any]) -> bool:
