@@ -14,7 +14,7 @@ import yaml
 import draftproof as package
 from line import STAGES, draftproof, write_job
 
-COMMANDS = ("run", "plan", *STAGES, "report", "inspect", "recipe")
+COMMANDS = ("run", "plan", "check", "reclaim", *STAGES, "report", "inspect", "recipe")
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:

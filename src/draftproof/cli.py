@@ -10,6 +10,7 @@ import json
 import logging
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,9 @@ import typer
 from draftproof import __version__
 
 if TYPE_CHECKING:
+    from draftproof.checkpoint import Freeing
     from draftproof.gate.gate import GateReport
+    from draftproof.machine.reclaim import HostPlan
     from draftproof.pipeline import StageDone
 
 app = typer.Typer(
@@ -73,6 +76,9 @@ def run(
     first: Annotated[str | None, typer.Option("--from", help="Make this stage and all after it anew.")] = None,
     last: Annotated[str | None, typer.Option("--until", help="Stop after this stage.")] = None,
     workdir: Workdir = None,
+    apply: Annotated[
+        Path | None, typer.Option("--apply", help="A reclaim plan: stop what machine.units hold when a gate finds it.", metavar="PLAN")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; change nothing.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -82,7 +88,7 @@ def run(
     if dry_run:
         _plan("run", recipe, overrides, workdir, as_json)
         return
-    _run_line("run", recipe, overrides, workdir, as_json, quiet, verbose, first=first, last=last)
+    _run_line("run", recipe, overrides, workdir, as_json, quiet, verbose, apply=apply, first=first, last=last)
 
 
 @app.command()
@@ -112,6 +118,111 @@ _stage_command("extract", "Run the target over the rows and keep its hidden stat
 _stage_command("train", "Train the draft.")
 _stage_command("export", "Write the folders that engines load.")
 _stage_command("evaluate", "Draft and verify on prompts; report the acceptance.")
+
+
+GpuList = Annotated[str | None, typer.Option("--gpus", help="GPUs by number: 0-3,6. All, if not given.")]
+Hosts = Annotated[
+    list[str] | None, typer.Option("--host", help="A host as ssh knows it; may be given several times. This machine, if not given.")
+]
+Sudo = Annotated[bool, typer.Option("--sudo", help="Look through `sudo -n`, which sees everybody's processes.")]
+RemotePython = Annotated[str, typer.Option("--python", help="Python of the remote hosts, 3.9 or newer.")]
+Allowance = Annotated[int, typer.Option("--allow-mib", min=0, help="Memory that may be in use on a free GPU.")]
+
+
+@app.command()
+def check(
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe: check what it needs.", metavar="[RECIPE]")] = None,
+    overrides: Overrides = None,
+    stage: Annotated[str, typer.Option("--stage", help="With a recipe: the stage that is about to run.")] = "extract",
+    host: Hosts = None,
+    gpus: GpuList = None,
+    path: Annotated[list[Path] | None, typer.Option("--path", help="A folder that must have room.")] = None,
+    port: Annotated[list[int] | None, typer.Option("--port", help="A TCP port that must be free.")] = None,
+    allow_mib: Allowance = 0,
+    deep: Annotated[bool, typer.Option("--deep", help="Also copy between each pair of GPUs, and compare.")] = False,
+    sudo: Sudo = False,
+    python: RemotePython = "python3",
+    again: Annotated[float | None, typer.Option("--watch", min=0.2, help="Look again every so many seconds, until Ctrl-C.")] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of what --json prints, and look at nothing.")] = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """The quiet checkpoint: who holds the GPUs, and is the machine fit?"""
+    with _command("check", as_json) as result:
+        from rich.console import Console
+
+        from draftproof.check import CheckDocument, check, check_recipe, parse_gpus
+        from draftproof.machine.look import DiskNeed, Needs
+        from draftproof.screen import print_check
+
+        if schema:
+            result.update(schema=CheckDocument.model_json_schema())
+            result.say(json.dumps(result["schema"], indent=1))
+            return
+        reaches = _reaches(host, python, sudo)
+        folders = path or ([Path.cwd()] if not host else [])
+        needs = Needs(parse_gpus(gpus), allow_mib, disks=tuple(map(DiskNeed, folders)), ports=tuple(port or ()))
+        loaded = _loaded(recipe, overrides) if recipe is not None else None
+        console = Console(highlight=False, quiet=as_json)
+        while True:
+            checked = check(reaches, needs, deep=deep) if loaded is None else check_recipe(loaded, stage, reaches, needs, deep=deep)
+            if again is not None:
+                console.clear()
+            print_check(checked, console, verbose=verbose)
+            if again is None:
+                break
+            time.sleep(again)
+        result.update(checked.document().model_dump(mode="json"))
+        checked.enforce()
+
+
+@app.command()
+def reclaim(
+    host: Hosts = None,
+    gpus: GpuList = None,
+    unit: Annotated[
+        list[str] | None, typer.Option("--unit", help="Stop this service or container: vllm.service, user:NAME, docker:ID.")
+    ] = None,
+    cgroup: Annotated[list[str] | None, typer.Option("--cgroup", help="Only processes of this control group.")] = None,
+    session: Annotated[list[int] | None, typer.Option("--session", help="Only processes of this session id.")] = None,
+    tree: Annotated[list[int] | None, typer.Option("--tree", help="Only this process and all below it.")] = None,
+    any_user: Annotated[bool, typer.Option("--any-user", help="Other users' processes, too (for root).")] = False,
+    grace: Annotated[float, typer.Option("--grace", min=0, max=3600, help="Seconds between TERM and KILL.")] = 20.0,
+    apply: Annotated[Path | None, typer.Option("--apply", help="Carry out this plan.", metavar="PLAN")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Where to write the plan.")] = None,
+    allow_mib: Allowance = 0,
+    sudo: Sudo = False,
+    python: RemotePython = "python3",
+    as_json: AsJson = False,
+) -> None:
+    """Give memory back: show who holds the GPUs and would be stopped. Nothing is done without --apply."""
+    with _command("reclaim", as_json) as result:
+        from rich.console import Console
+
+        from draftproof.check import parse_gpus
+        from draftproof.machine.apply import applied_document, apply_all, enforce
+        from draftproof.machine.reclaim import Selection, default_path, draw, load_plan, save
+        from draftproof.screen import print_applied, print_plan
+
+        console = Console(highlight=False, quiet=as_json)
+        if apply is not None:
+            done = apply_all(load_plan(apply), python=python, sudo=sudo, allowance_mib=allow_mib)
+            for applied in done:
+                print_applied(applied, console)
+            result.update(applied_document(done))
+            enforce(done)
+            return
+        selection = Selection(
+            parse_gpus(gpus), tuple(unit or ()), tuple(cgroup or ()), tuple(session or ()), tuple(tree or ()), any_user, grace
+        )
+        plan = draw(_reaches(host, python, sudo), selection)
+        where = out or default_path(plan)
+        save(plan, where)
+        for one in plan.hosts:
+            print_plan(one, console)
+        result.update(plan=plan.hosts[0].model_dump(mode="json"), plans=plan.model_dump(mode="json")["hosts"], path=str(where))
+        if any(not one.empty for one in plan.hosts):
+            console.print(f"Nothing was done. To carry it out: draftproof reclaim --apply {where}", soft_wrap=True)
 
 
 @app.command()
@@ -272,6 +383,8 @@ def _run_line(
     as_json: bool,
     quiet: bool,
     verbose: bool,
+    *,
+    apply: Path | None = None,
     **where: str | None,
 ) -> None:
     with _command(name, as_json) as result:
@@ -285,12 +398,16 @@ def _run_line(
         loaded = load(recipe, overrides or (), run_dir=workdir)
         result.update(run=loaded.recipe.run.dir, stages={}, findings=[])  # also of a walk that a gate ends
         console = Console(stderr=True, quiet=quiet, highlight=False)
+        first, last, only = (where.get(name) for name in ("first", "last", "only"))
         done = run_line(
             loaded,
+            first=first,
+            last=last,
+            only=only,
+            freeing=_freeing(console, apply),
             progress=Progress(quiet=quiet, console=console),
             announce=_announce(console, result),
             announce_gate=_announce_gate(console, verbose, result),
-            **where,
         )
         result.update(report=str(done.report))
         if done.stages:
@@ -299,6 +416,23 @@ def _run_line(
             from draftproof.summary import print_summary
 
             print_summary(done, Console(highlight=False))
+
+
+def _freeing(console: Any, plan: Path | None) -> Freeing:
+    """What a run may do about holders of the recipe's units: a plan was given, or somebody sits here and is asked."""
+    from draftproof.checkpoint import Freeing
+    from draftproof.machine.reclaim import load_plan
+    from draftproof.screen import print_applied, print_plan
+
+    def confirm(found: HostPlan) -> bool:
+        print_plan(found, console)
+        return typer.confirm("Stop them now, and go on?", default=False, err=True)
+
+    return Freeing(
+        plans=[] if plan is None else list(load_plan(plan).hosts),
+        confirm=confirm if sys.stdin.isatty() and sys.stderr.isatty() else None,
+        announce=lambda applied: print_applied(applied, console),
+    )
 
 
 def _announce(console: Any, result: _Result) -> Callable[[StageDone], None]:
@@ -334,10 +468,23 @@ def _plan(name: str, recipe: Path, overrides: list[str] | None, workdir: str | N
         from draftproof.target.target import open_target
 
         chosen = load(recipe, overrides or (), run_dir=workdir).recipe
-        planned = make_plan(chosen, open_target(chosen.target), Path(chosen.run.dir), flops=measure_flops(choose_device(chosen)))
+        device = choose_device(chosen)
+        planned = make_plan(chosen, open_target(chosen.target), Path(chosen.run.dir), flops=measure_flops(device), device=device)
         result.update(plan_document(planned))
         if not as_json:
             print_plan(planned, Console(highlight=False))
+
+
+def _reaches(hosts: list[str] | None, python: str, sudo: bool) -> list[Any]:
+    from draftproof.machine.remote import Reach
+
+    return [Reach(name, python=python, sudo=sudo) for name in hosts or ()] or [Reach(sudo=sudo)]
+
+
+def _loaded(recipe: Path, overrides: list[str] | None) -> Any:
+    from draftproof.recipe import load
+
+    return load(recipe, overrides or ())
 
 
 def _set_up_logging(quiet: bool, verbose: bool) -> None:

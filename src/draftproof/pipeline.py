@@ -14,20 +14,21 @@ import importlib
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 from draftproof.artifact import Manifest, discard, open_build, read_json, reusable, verify, write_atomic, write_json
+from draftproof.checkpoint import Checkpoint, Freeing
 from draftproof.errors import DraftproofError, Refused, Undecided, UsageError
-from draftproof.gate.gate import GateContext, GateReport, check_name, enforce, run_gate
+from draftproof.gate.gate import GateReport, check_name
 from draftproof.plan import make_plan, measure_flops
 from draftproof.progress import Progress
 from draftproof.recipe import LoadedRecipe, Recipe
 from draftproof.runfolder import drop_worthless, locked, stops_on_full_disk, sweep
-from draftproof.stage import Outcome, Point, StagePlan, StageTask
+from draftproof.stage import Outcome, StagePlan, StageTask
 from draftproof.target.target import Target, open_target
 
 
@@ -104,10 +105,12 @@ def run_line(
     only: str | None = None,
     announce: Callable[[StageDone], None] = lambda done: None,
     announce_gate: Callable[[GateReport], None] = lambda report: None,
+    freeing: Freeing | None = None,
 ) -> RunDone:
     """Walk the line of a recipe, from `first` (its work and all after it is made anew) until `last`.
 
-    `only` runs one stage on the finished artifacts before it. Raises Refused or Undecided when a gate says so,
+    `only` runs one stage on the finished artifacts before it; `freeing` says whether holders of the GPUs that belong to
+    the recipe's units may be stopped. Raises Refused or Undecided when a gate says so,
     Stopped on a full disk, and what the stages raise; everything finished so far stays.
     """
     recipe = loaded.recipe
@@ -124,7 +127,7 @@ def run_line(
         device = choose_device(recipe)
         target = open_target(recipe.target)
         anew = tuple(names[names.index(first) :]) if first is not None else ()
-        line = _Line(loaded, target, device, progress, announce_gate, anew)
+        line = _Line(loaded, target, device, progress, announce_gate, anew, freeing or Freeing())
         done: list[StageDone] = []
         try:
             for stage in LINE:
@@ -183,7 +186,9 @@ class _Line:
         progress: Progress,
         announce_gate: Callable[[GateReport], None],
         anew: Sequence[str],
+        freeing: Freeing,
     ) -> None:
+        self.freeing = freeing
         self.loaded, self.recipe, self.run_dir = loaded, loaded.recipe, Path(loaded.recipe.run.dir)
         self.target, self.device, self.progress, self.announce_gate, self.anew = target, device, progress, announce_gate, anew
         self._flops: float | None = None
@@ -212,7 +217,18 @@ class _Line:
             return StageDone(stage.name, "kept", manifest)
 
         plan = self._plan(stage.name)
-        checkpoint = self._checkpoint(stage.name, folders, final, plan if isinstance(plan, StagePlan) else None)
+        checkpoint = Checkpoint(
+            stage.name,
+            recipe=self.recipe,
+            target=self.target,
+            device=self.device,
+            inputs=folders,
+            out=final,
+            plan=plan if isinstance(plan, StagePlan) else None,
+            file=self._gate_file(stage.name),
+            announce=self.announce_gate,
+            freeing=self.freeing,
+        )
         checkpoint("before", None)
         if not isinstance(plan, StagePlan):  # and no gate had anything to say about it
             raise plan
@@ -229,7 +245,8 @@ class _Line:
         )
         started = time.monotonic()
         _reset_peak_memory()
-        outcome: Outcome = module.run(task, settings, self.target, **extra)
+        with checkpoint.watched():
+            outcome: Outcome = module.run(task, settings, self.target, **extra)
         cost = {"seconds": time.monotonic() - started, **_peak_memory()}
         cost["bytes"] = float(sum(path.stat().st_size for path in build.folder.rglob("*") if path.is_file()))
         outcome.actual.update(cost)
@@ -238,30 +255,9 @@ class _Line:
     def _plan(self, name: str) -> StagePlan | DraftproofError:
         """The plan of a stage, or why there is none: a damaged target cannot be planned, but its gate still names all that is wrong."""
         try:
-            return make_plan(self.recipe, self.target, self.run_dir, flops=self._rate()).stages[name]
+            return make_plan(self.recipe, self.target, self.run_dir, flops=self._rate(), device=self.device).stages[name]
         except DraftproofError as error:
             return error
-
-    def _checkpoint(self, name: str, inputs: Mapping[str, Path], out: Path, plan: StagePlan | None) -> Callable[[Point, Any], None]:
-        """The door through which a stage meets its gate; every verdict is written before it is enforced."""
-        from draftproof.gate.catalog import CHECKS
-
-        protects = f"the stage {name}" if plan is None else plan.protects
-        path = self._gate_file(name)
-        points: dict[str, Any] = {shown["point"]: shown for shown in read_json(path)["points"]} if path.is_file() else {}
-
-        def checkpoint(point: Point, evidence: Any) -> None:
-            checks = CHECKS.get((name, point), ())
-            if not checks:
-                return
-            context = GateContext(name, point, self.recipe, self.target, inputs, out, plan, evidence)
-            report = run_gate(context, checks, protects=protects)
-            points[point] = {"point": point, "verdict": report.verdict, "findings": [asdict(finding) for finding in report.findings]}
-            write_json(path, {"stage": name, "protects": protects, "points": list(points.values())})
-            self.announce_gate(report)
-            enforce(report)
-
-        return checkpoint
 
     def _make_anew(self) -> None:
         """Discard the stages of --from, unless the walk that did so was interrupted and is now going on."""

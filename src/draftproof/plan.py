@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,8 +55,8 @@ class RunPlan:
     weight_bytes: int
 
 
-def make_plan(recipe: Recipe, target: Target, run_dir: Path, *, flops: float | None) -> RunPlan:
-    """The plan of a run. `flops`: floating-point operations a second of this device; None leaves seconds open."""
+def make_plan(recipe: Recipe, target: Target, run_dir: Path, *, flops: float | None, device: str = "cpu") -> RunPlan:
+    """The plan of a run on `device`. `flops`: its floating-point operations a second; None leaves seconds open."""
     config = target.config
     weight_bytes = sum(path.stat().st_size for path in target.folder.glob("*.safetensors"))
     parameters = weight_bytes // (4 if config.dtype == "float32" else 2)
@@ -98,6 +98,10 @@ def make_plan(recipe: Recipe, target: Target, run_dir: Path, *, flops: float | N
     }
     if recipe.regenerate is None:
         del stages["regenerate"]
+    if device == "cuda":
+        stages.update(
+            {name: replace(stages[name], gpu_memory=weight_bytes) for name in ("regenerate", "extract", "evaluate") if name in stages}
+        )
     loads = 2 + (recipe.regenerate is not None) + (recipe.evaluate.serve != "none")
     return RunPlan(stages, tokens, supervised, known, loads, weight_bytes)
 

@@ -223,8 +223,8 @@ class MachineSettings(Section):
     """Services that may hold these GPUs and may be stopped for the run: `vllm.service`, `user:vllm.service`, `docker:ID`."""
     hosts: tuple[str, ...] = ()
     """Other hosts, as ssh knows them, whose machines must be fit as well."""
-    watch_s: float = Field(1.0, gt=0)
-    """Seconds between two looks while a target loads. A look costs about 0.1 s of one core."""
+    watch_s: Annotated[float, Field(gt=0)] | None = 1.0
+    """Seconds between two looks while a target loads; None: no watch. A look costs about 0.1 s of one core."""
 
     @field_validator("units", "hosts", mode="before")
     @classmethod

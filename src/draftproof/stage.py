@@ -77,6 +77,8 @@ class StagePlan:
     """Peak host memory in bytes."""
     protects: str
     """What a failure in the middle would cost, for people: `a 4 min pass over 60,000 tokens`."""
+    gpu_memory: int | None = None
+    """Bytes that each GPU must have free at least: the weights."""
 
 
 Checkpoint = Callable[[Point, Any], None]

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from draftproof.gate.gate import GateReport
     from draftproof.pipeline import RunDone, StageDone
 
-_COLOURS = {"pass": "green", "warn": "yellow", "fail": "red", "unknown": "magenta"}
+COLOURS = {"pass": "green", "warn": "yellow", "fail": "red", "unknown": "magenta"}
+"""Of a status."""
 
 _SPEEDS = {
     "regenerate": ("tokens_per_second", "answer tokens/s"),
@@ -30,13 +31,13 @@ _SPEEDS = {
 
 def gate_lines(report: GateReport, *, verbose: bool) -> list[str]:
     """The verdict in a line, then every finding that somebody should see (`verbose`: all of them)."""
-    verdict = f"[{_COLOURS[report.verdict]}]{report.verdict:>8}[/]"
+    verdict = f"[{COLOURS[report.verdict]}]{report.verdict:>8}[/]"
     lines = [f"{verdict} gate {report.stage} ({report.point}), {len(report.findings)} checks; protects {escape(report.protects)}"]
     for finding in report.findings:
         if verbose or finding.status != "pass":
             waived = f" (waived: {escape(finding.waived)})" if finding.waived else ""
             lines.append(
-                f"           [{_COLOURS[finding.status]}]{finding.status:>7}[/] {finding.check}: {escape(finding.evidence)}{waived}"
+                f"           [{COLOURS[finding.status]}]{finding.status:>7}[/] {finding.check}: {escape(finding.evidence)}{waived}"
             )
             if finding.remedy:
                 lines.append(f"                   -> {escape(finding.remedy)}")

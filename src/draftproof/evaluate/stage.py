@@ -81,6 +81,7 @@ def _reference(
 ) -> _Reference:
     """Decode every prompt with the target alone, with the draft, and with prompt lookup. Leaves nothing on the device."""
     model = load_model(target, task.device)
+    task.checkpoint("loaded", None)
     dtype = next(model.parameters()).dtype
     weights = target.weights()
     embedding = weights.read(embedding_name(weights, target.config)).to(task.device, dtype)
@@ -121,6 +122,7 @@ def _serve(
     gc.collect()
     if task.device == "cuda":
         torch.cuda.empty_cache()
+    task.checkpoint("loading", None)
     return serve(
         folder,
         target,

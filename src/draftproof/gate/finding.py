@@ -9,6 +9,10 @@ Status = Literal["pass", "warn", "fail", "unknown"]
 """`unknown` is not `pass`: it stops the line unless the recipe waives it by name."""
 
 
+SEVERITY: dict[Status, int] = {"pass": 0, "warn": 1, "unknown": 2, "fail": 3}
+"""A verdict is the worst of its findings."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """The answer of one check."""
@@ -24,6 +28,8 @@ class Finding:
     """How long the check took."""
     waived: str | None = None
     """The recipe's reason for overruling this finding."""
+    host: str | None = None
+    """Which machine it is about, where that matters."""
 
 
 def passed(check: str, evidence: str) -> Finding:

@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from draftproof.errors import DraftproofError, Refused, Undecided
-from draftproof.gate.finding import Finding, Status, unsure
+from draftproof.gate.finding import SEVERITY, Finding, Status, unsure
 from draftproof.recipe import Recipe
 from draftproof.stage import Point, StagePlan
 
 if TYPE_CHECKING:
+    from draftproof.machine.look import Look
     from draftproof.records.rows import RowTable
     from draftproof.target.target import Target
-
-_SEVERITY: dict[Status, int] = {"pass": 0, "warn": 1, "unknown": 2, "fail": 3}
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,8 @@ class GateContext:
     """What the stage is expected to take."""
     evidence: Any = None
     """What the stage shows at this point; at `loaded` a CanaryEvidence."""
+    device: str = "cpu"
+    """`cpu` or `cuda`: what the stage will compute on."""
 
     @cached_property
     def rows(self) -> RowTable | None:
@@ -52,8 +53,18 @@ class GateContext:
 
         return read_rows(self.inputs["prepare"])
 
+    @cached_property
+    def looks(self) -> list[Look]:
+        """This machine and the recipe's other hosts, looked at once for all checks."""
+        from draftproof.machine.look import look_at, needs_of
+        from draftproof.machine.remote import Reach
+
+        needs = needs_of(self.recipe, self.device, self.plan)
+        return look_at([Reach(), *map(Reach, self.recipe.machine.hosts)], needs)
+
 
 Check = Callable[[GateContext], Finding]
+Subject = TypeVar("Subject")
 
 
 @dataclass(frozen=True)
@@ -69,12 +80,26 @@ class GateReport:
     @property
     def verdict(self) -> Status:
         """The worst finding that is not waived."""
-        return max((f.status for f in self.findings if f.waived is None), key=_SEVERITY.__getitem__, default="pass")
+        return max((f.status for f in self.findings if f.waived is None), key=SEVERITY.__getitem__, default="pass")
 
 
-def check_name(check: Check) -> str:
+def check_name(check: Callable[..., Finding]) -> str:
     """`storage_bytes` -> `storage.bytes`."""
     return check.__name__.replace("_", ".", 1)
+
+
+def answer(check: Callable[[Subject], Finding], subject: Subject) -> Finding:
+    """The finding of one check, whatever becomes of it: one that raises is `fail` or `unknown`, never `pass`."""
+    started = time.monotonic()
+    try:
+        finding = check(subject)
+    except DraftproofError as error:
+        finding = Finding(check_name(check), "fail", f"{error.what}{f' [{error.where}]' if error.where else ''}", error.remedy)
+    except Exception as error:  # noqa: BLE001  a check of ours that breaks must not let the stage pass
+        finding = unsure(
+            check_name(check), f"The check itself broke: {type(error).__name__}: {error}", "Report this as a fault of draftproof."
+        )
+    return replace(finding, seconds=round(time.monotonic() - started, 4))
 
 
 def run_gate(context: GateContext, checks: Iterable[Check], *, protects: str) -> GateReport:
@@ -82,7 +107,7 @@ def run_gate(context: GateContext, checks: Iterable[Check], *, protects: str) ->
     report = GateReport(context.stage, context.point, protects)
     waive = context.recipe.gates.waive
     for check in checks:
-        finding = _run_check(check, context)
+        finding = answer(check, context)
         if finding.status in ("fail", "unknown") and finding.check in waive:
             finding = replace(finding, waived=waive[finding.check])
         report.findings.append(finding)
@@ -103,16 +128,3 @@ def enforce(report: GateReport) -> None:
         where=f"{report.stage}, {report.point}",
         remedy=f"{worst[0].remedy} To overrule it, with a reason: gates: {{waive: {{{worst[0].check}: REASON}}}}.".strip(),
     )
-
-
-def _run_check(check: Check, context: GateContext) -> Finding:
-    started = time.monotonic()
-    try:
-        finding = check(context)
-    except DraftproofError as error:
-        finding = Finding(check_name(check), "fail", f"{error.what}{f' [{error.where}]' if error.where else ''}", error.remedy)
-    except Exception as error:  # noqa: BLE001  a check of ours that breaks must not let the stage pass
-        finding = unsure(
-            check_name(check), f"The check itself broke: {type(error).__name__}: {error}", "Report this as a fault of draftproof."
-        )
-    return replace(finding, seconds=round(time.monotonic() - started, 4))

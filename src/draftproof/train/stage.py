@@ -60,6 +60,7 @@ def run(task: StageTask, settings: TrainSettings, target: Target, *, draft: Draf
                 remedy="Look at prepare/report.json; raise data.validation if there are too few.",
             )
 
+    task.checkpoint("loading", None)
     config = draft_config(target.config, draft, boundaries=store.layout.boundaries, draft_vocab_size=len(mapping.kept))
     weights = target.weights()
     compute = torch.float32 if task.device == "cpu" else torch.bfloat16
@@ -69,6 +70,7 @@ def run(task: StageTask, settings: TrainSettings, target: Target, *, draft: Draf
     started_from = start_draft(model, start=draft.start, seed=task.seed, head=head.weight.float().cpu(), target=target)
     model.lm_head.weight.requires_grad_(settings.head == "trainable")
     model.to(task.device)
+    task.checkpoint("loaded", None)
 
     plan = BatchPlan(chosen, rows.lengths, batch_tokens=settings.batch_tokens, seed=task.seed)
     total = settings.steps or plan.steps(settings.epochs)

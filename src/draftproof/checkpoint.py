@@ -1,0 +1,161 @@
+"""The door through which a stage meets its gate.
+
+    checkpoint = Checkpoint("extract", recipe=..., ...)
+    checkpoint("before", None)        # holders of the recipe's units may be stopped, then every check runs
+    checkpoint("loading", None)       # what is about to be spent is looked at again, and a watch follows the load
+    checkpoint("loaded", evidence)    # the watch ends
+
+Every verdict is written before it is enforced.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftproof.artifact import read_json, write_json
+from draftproof.errors import Refused
+from draftproof.gate.catalog import CHECKS
+from draftproof.gate.finding import failed
+from draftproof.gate.gate import GateContext, GateReport, enforce, run_gate
+from draftproof.machine.apply import Applied, apply
+from draftproof.machine.reclaim import HostPlan, ReclaimPlan, Selection, plan_host, save
+from draftproof.machine.remote import Reach
+from draftproof.machine.watch import LoadTurnedBad, Watch
+from draftproof.recipe import Recipe
+from draftproof.stage import Point, StagePlan
+from draftproof.target.target import Target
+
+
+@dataclass
+class Freeing:
+    """Whether a run may stop what the recipe's `machine.units` hold, and who is told."""
+
+    plans: list[HostPlan] = field(default_factory=list)
+    """Plans that somebody has read and given with --apply; each is carried out once."""
+    confirm: Callable[[HostPlan], bool] | None = None
+    """Shows a plan on a terminal and asks; None where nobody sits there."""
+    announce: Callable[[Applied], None] = lambda applied: None
+
+
+class Checkpoint:
+    """Runs the gate of one stage at each point; raises Refused or Undecided."""
+
+    def __init__(
+        self,
+        stage: str,
+        *,
+        recipe: Recipe,
+        target: Target,
+        device: str,
+        inputs: Mapping[str, Path],
+        out: Path,
+        plan: StagePlan | None,
+        file: Path,
+        announce: Callable[[GateReport], None],
+        freeing: Freeing,
+    ) -> None:
+        self.stage, self.recipe, self.target, self.device = stage, recipe, target, device
+        self.inputs, self.out, self.plan = inputs, out, plan
+        self.file, self.announce, self.freeing = file, announce, freeing
+        self.protects = f"the stage {stage}" if plan is None else plan.protects
+        self._points: dict[str, Any] = {shown["point"]: shown for shown in read_json(file)["points"]} if file.is_file() else {}
+        self._watch: Watch | None = None
+
+    def __call__(self, point: Point, evidence: Any) -> None:
+        """Ask every check of this point; returns when the stage may go on."""
+        self._end_watch()
+        checks = CHECKS.get((self.stage, point), ())
+        if not checks:
+            return
+        context, waiting = self._context(point, evidence), None
+        if point == "before" and self.recipe.machine.units:
+            context, waiting = self._free(context)
+        report = run_gate(context, checks, protects=self.protects)
+        self._write(report)
+        self.announce(report)
+        try:
+            enforce(report)
+        except Refused as refused:
+            if waiting is None:
+                raise
+            remedy = f"Units of this recipe hold the GPUs. Read {waiting}, then run the same command with --apply {waiting}."
+            raise Refused(refused.what, where=refused.where, remedy=remedy) from None
+        if point == "loading" and self.recipe.machine.watch_s is not None:
+            self._watch = Watch(context.looks[0], every_s=self.recipe.machine.watch_s, give_up=self._give_up)
+            self._watch.start()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around the stage's work: a load that the watch ended, or that died of what the watch saw, is said by its cause."""
+        try:
+            yield
+        except LoadTurnedBad as bad:
+            if self._watch is not None:
+                self._watch.stop()
+            raise self._turned_bad(str(bad)) from None
+        except Exception as error:
+            cause = self._watch.stop() if self._watch is not None else None
+            if cause is not None:
+                raise self._turned_bad(cause) from error
+            raise
+        finally:
+            if self._watch is not None:
+                self._watch.stop()
+        self._end_watch()
+
+    def _end_watch(self) -> None:
+        watch, self._watch = self._watch, None
+        cause = watch.stop() if watch is not None else None
+        if cause is not None:
+            raise self._turned_bad(cause)
+
+    def _free(self, context: GateContext) -> tuple[GateContext, Path | None]:
+        """Stop what holds the GPUs for the recipe's units, if somebody said so: then look anew. Else, where the plan waits."""
+        look = context.looks[0]
+        if look.snapshot is None or not look.blockers:
+            return context, None
+        plan = plan_host(look, Selection(units=self.recipe.machine.units))
+        if plan.empty:
+            return context, None
+        chosen = self._given(plan) or (plan if self.freeing.confirm is not None and self.freeing.confirm(plan) else None)
+        if chosen is None:
+            path = self.file.with_name(f"reclaim-{self.stage}.json")
+            save(ReclaimPlan(hosts=(plan,)), path)
+            return context, path
+        self.freeing.announce(apply(chosen, Reach(), allowance_mib=self.recipe.gates.gpu_memory_mib))
+        return self._context(context.point, context.evidence), None
+
+    def _given(self, plan: HostPlan) -> HostPlan | None:
+        """The plan that came with --apply, for this host; each is used once."""
+        chosen = next((given for given in self.freeing.plans if given.host == plan.host), None)
+        if chosen is not None:
+            self.freeing.plans.remove(chosen)
+        return chosen
+
+    def _turned_bad(self, cause: str) -> Refused:
+        """The refusal for a load that the watch ended, written down."""
+        finding = failed("machine.watch", f"The load was ended: {cause}.", "Find out who that is (draftproof check), then run again.")
+        report = GateReport(self.stage, "loading", self.protects, [finding])
+        self._write(report)
+        self.announce(report)
+        return Refused(finding.evidence, where=f"{self.stage}, loading", remedy=finding.remedy)
+
+    def _give_up(self, cause: str) -> None:
+        """The main thread is stuck in a call that no signal ends, so the process ends. A resume goes on as after a kill."""
+        refused = self._turned_bad(cause)
+        print(f"refused: {refused}", file=sys.stderr, flush=True)  # the command line's own door is stuck, too
+        os._exit(refused.exit_code)
+
+    def _context(self, point: Point, evidence: Any) -> GateContext:
+        return GateContext(self.stage, point, self.recipe, self.target, self.inputs, self.out, self.plan, evidence, self.device)
+
+    def _write(self, report: GateReport) -> None:
+        found = [asdict(finding) for finding in report.findings]
+        self._points[report.point] = {"point": report.point, "verdict": report.verdict, "findings": found}
+        write_json(self.file, {"stage": self.stage, "protects": self.protects, "points": list(self._points.values())})

@@ -1,0 +1,244 @@
+"""Carry out a reclaim plan on its host, and verify that the memory came back.
+
+    done = apply(plan, Reach(plan.address))
+    done.freed_mib, done.blockers
+
+It looks again first and drops what changed since the plan; `stop.py`, on the host itself, compares every identity once
+more before it signals. Then the memory is watched until it is low and steady, or what holds it is named.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from draftproof.errors import DraftproofError, Refused
+from draftproof.machine.holders import Holder
+from draftproof.machine.look import QUICK, TRAVEL_S, Look, Needs, look_at
+from draftproof.machine.reclaim import HostPlan, ReclaimPlan, Target
+from draftproof.machine.remote import Reach
+from draftproof.machine.snapshot import MIB
+
+VERIFY_S = 15.0
+"""For memory to come back after the last process ended. Measured on an H200: 0.1 s."""
+STEADY_LOOKS = 3
+"""Looks in a row with the same memory in use, and no blocker, before it counts as free."""
+LOOK_EVERY_S = 0.1
+
+
+class UnitOutcome(BaseModel):
+    """What became of a unit."""
+
+    model_config = ConfigDict(frozen=True)
+    name: str
+    scope: str
+    stopped: bool
+    detail: str
+
+
+class Outcome(BaseModel):
+    """What became of a target: see `stop.py`."""
+
+    model_config = ConfigDict(frozen=True)
+    pid: int
+    outcome: str
+    detail: str
+    seconds: float | None = None
+
+
+class _Stopped(BaseModel):
+    """The document of `stop.py`."""
+
+    refused: str | None
+    units: tuple[UnitOutcome, ...]
+    outcomes: tuple[Outcome, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What a plan came to."""
+
+    host: str
+    units: tuple[UnitOutcome, ...]
+    outcomes: tuple[Outcome, ...]
+    freed_mib: int
+    """Less in use on the plan's GPUs than before."""
+    blockers: tuple[str, ...]
+    """Sentences: who holds memory there still."""
+    stop_s: float
+    verify_s: float
+    """From the last process's end to low and steady memory."""
+
+    @property
+    def free(self) -> bool:
+        """Whether nothing is in the way any more."""
+        return not self.blockers
+
+
+def apply(plan: HostPlan, reach: Reach, *, allowance_mib: int = 0, say: Callable[[str], None] = lambda line: None) -> Applied:
+    """Stop what the plan names and is still what it was; wait until its GPUs are free.
+
+    Raises Refused when the host refuses the plan as a whole (another host, another boot, a changed file), and what the
+    look raises when the host cannot be reached. Individual refusals are outcomes, not errors.
+    """
+    needs = Needs(gpus=plan.gpus, allowance_mib=allowance_mib)
+    before = _look(reach, needs)
+    _check_place(plan, before)
+    current, dropped = _still_true(plan, before)
+    if current.empty:
+        stopped = _Stopped(refused=None, units=(), outcomes=(), seconds=0.0)
+    else:
+        say(f"stopping {len(current.units)} units and {len(current.targets)} processes on {plan.host}")
+        answer = reach.ask("stop", {"plan": current.model_dump(mode="json")}, _longest(current))
+        stopped = _read(answer.document, reach)
+    if stopped.refused is not None:
+        raise Refused(f"{reach.name} refused the plan: {stopped.refused}", remedy="Look again: draftproof reclaim.")
+    started = time.monotonic()
+    after = _until_free(reach, needs, quiet=current.empty)
+    ended = {outcome.pid: outcome for outcome in stopped.outcomes}
+    return Applied(
+        host=plan.host,
+        units=stopped.units,
+        outcomes=(*dropped, *stopped.outcomes),
+        freed_mib=max(0, _in_use(before) - _in_use(after)) // MIB,
+        blockers=tuple(_blocker(holder, plan, ended) for holder in after.blockers),
+        stop_s=stopped.seconds,
+        verify_s=time.monotonic() - started,
+    )
+
+
+def apply_all(plan: ReclaimPlan, *, python: str = "python3", sudo: bool = False, allowance_mib: int = 0) -> list[Applied | DraftproofError]:
+    """Carry out the plans of all hosts at once; what came of each, in order."""
+
+    def one(host: HostPlan) -> Applied | DraftproofError:
+        try:
+            return apply(host, Reach(host.address, python=python, sudo=sudo), allowance_mib=allowance_mib)
+        except DraftproofError as error:
+            return error
+
+    with ThreadPoolExecutor(max_workers=max(1, len(plan.hosts))) as pool:
+        return list(pool.map(one, plan.hosts))
+
+
+def applied_document(done: Sequence[Applied | DraftproofError]) -> dict[str, Any]:
+    """For `--json`: what came back, and what stands in the way, over all hosts; and each host for itself."""
+    hosts: list[dict[str, Any]] = []
+    for one in done:
+        if isinstance(one, DraftproofError):
+            hosts.append({"error": str(one)})
+            continue
+        shown = {"units": [unit.model_dump() for unit in one.units], "outcomes": [outcome.model_dump() for outcome in one.outcomes]}
+        hosts.append({**asdict(one), **shown})
+    well = [one for one in done if isinstance(one, Applied)]
+    return {
+        "freed_mib": sum(one.freed_mib for one in well),
+        "blockers": [blocker for one in well for blocker in one.blockers],
+        "hosts": hosts,
+    }
+
+
+def enforce(done: Sequence[Applied | DraftproofError]) -> None:
+    """Raise the first host's error, or DraftproofError where memory did not come back."""
+    for one in done:
+        if isinstance(one, DraftproofError):
+            raise one
+    for one in done:
+        if isinstance(one, Applied) and not one.free:
+            more = f" ({len(one.blockers) - 1} more)" if len(one.blockers) > 1 else ""
+            raise DraftproofError(
+                f"Memory is still held: {one.blockers[0]}{more}", where=one.host, remedy="See what is left: draftproof check."
+            )
+
+
+def _look(reach: Reach, needs: Needs, samples: int = 1) -> Look:
+    look = look_at([reach], needs, parts=QUICK, samples=samples)[0]
+    if look.error is not None:
+        raise look.error
+    return look
+
+
+def _check_place(plan: HostPlan, look: Look) -> None:
+    """`stop.py` checks the same again, where it acts; here it saves the journey."""
+    snapshot = look.seen
+    if plan.hash != plan.digest():
+        raise Refused("The plan was changed after it was made: its hash does not fit.", remedy="Look again: draftproof reclaim.")
+    for what, planned, found in (
+        ("host", plan.host, snapshot.host),
+        ("boot", plan.boot_id, snapshot.boot_id),
+        ("process namespace", plan.pid_namespace, snapshot.pid_namespace),
+    ):
+        if planned != found:
+            raise Refused(f"The plan is of another {what}: {planned}, this is {found}.", remedy="Look again: draftproof reclaim.")
+
+
+def _still_true(plan: HostPlan, look: Look) -> tuple[HostPlan, tuple[Outcome, ...]]:
+    """The plan without targets that are gone, recycled, or hold nothing any more; and what became of those."""
+    dropped = []
+    kept = []
+    holding = {holder.pid for holder in look.blockers}
+    for target in plan.targets:
+        process = look.seen.process(target.pid)
+        if process is not None and (process.start_ticks, process.uid) != (target.start_ticks, target.uid):
+            dropped.append(Outcome(pid=target.pid, outcome="changed", detail="the process id is another process's now"))
+        elif process is not None and target.mib and target.pid not in holding:
+            dropped.append(Outcome(pid=target.pid, outcome="changed", detail="it holds no memory there any more, so it was left alone"))
+        else:
+            kept.append(target)  # one that is not to be seen may still live: stop.py looks for itself
+    names = {target.unit for target in kept}
+    units = tuple(unit for unit in plan.units if unit.name in names)
+    return plan.model_copy(update={"targets": tuple(kept), "units": units}).sealed(), tuple(dropped)
+
+
+def _longest(plan: HostPlan) -> float:
+    """Seconds after which the host must have answered: units one after the other, TERM, KILL, and the journey."""
+    return (2 * plan.deadline_s + 10) * len(plan.units) + plan.deadline_s + 10 + TRAVEL_S
+
+
+def _read(document: bytes, reach: Reach) -> _Stopped:
+    try:
+        return _Stopped.model_validate(json.loads(document))
+    except (ValidationError, ValueError, RecursionError) as error:
+        raise DraftproofError(f"{reach.name} answered what cannot be read: {error}", remedy="Look again: draftproof check.") from None
+
+
+def _until_free(reach: Reach, needs: Needs, *, quiet: bool) -> Look:
+    """The first look that shows free and steady memory, or the last one before the deadline."""
+    deadline = time.monotonic() + (0 if quiet else VERIFY_S)
+    seen: list[int] = []
+    while True:
+        look = _look(reach, needs)
+        seen.append(_in_use(look))
+        steady = len(seen) >= STEADY_LOOKS and len(set(seen[-STEADY_LOOKS:])) == 1
+        if (steady and not look.blockers) or time.monotonic() >= deadline:
+            return look
+        time.sleep(LOOK_EVERY_S)
+
+
+def _in_use(look: Look) -> int:
+    return sum(gpu.memory.used_now for gpu in look.gpus if gpu.memory is not None)
+
+
+def _blocker(holder: Holder, plan: HostPlan, ended: dict[int, Outcome]) -> str:
+    """Who still holds memory, and why the plan did not change that."""
+    planned: dict[int, Target] = {target.pid: target for target in plan.targets}
+    if holder.pid in ended and ended[holder.pid].outcome not in ("terminated", "killed", "gone"):
+        return f"{holder.why}; {ended[holder.pid].outcome}: {ended[holder.pid].detail}"
+    if holder.process is not None and holder.pid not in planned and _came_after(holder, plan.targets):
+        parent = holder.process.ppid
+        return f"{holder.why}; it was started after the plan, by pid {parent}: plan again with --tree {parent}"
+    known = {left.pid: left for left in plan.left}
+    if holder.pid in known:
+        return f"{holder.why}; {known[holder.pid].remedy}"
+    return holder.why
+
+
+def _came_after(holder: Holder, targets: Sequence[Target]) -> bool:
+    assert holder.process is not None
+    return all(holder.process.start_ticks > target.start_ticks for target in targets)

@@ -1,0 +1,364 @@
+"""A plan to get device memory back: whom to stop on one host, how, and why. Nothing is touched here.
+
+    plan = plan_host(look, Selection(gpus=(3,)))
+    save(ReclaimPlan(hosts=(plan,)), path)           # shown, and read again by `draftproof reclaim --apply PATH`
+
+A unit or container is stopped before a process is; a process becomes a target by what it holds and by the selection,
+never by its name or its parent alone; and only one of the same user does, unless its unit was named or `any_user` says
+otherwise. `apply.py` carries a plan out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from draftproof.artifact import write_json
+from draftproof.errors import UsageError
+from draftproof.machine.holders import Holder
+from draftproof.machine.look import QUICK, Look, Needs, look_at
+from draftproof.machine.records import state_folder
+from draftproof.machine.remote import Reach
+from draftproof.machine.snapshot import MIB, Process, Snapshot
+from draftproof.machine.stop import SYSTEM_PROGRAMS, SYSTEM_UNITS
+
+GRACE_S = 20.0
+"""Between TERM and KILL. A busy engine takes up to 13 s to end by itself."""
+NEVER = ("self", "system", "fd_only")
+"""Kinds that are not in the way: neither targets nor worth a word."""
+
+Text = Annotated[str, Field(max_length=8192)]
+Number = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Part(BaseModel):
+    """A part of a plan: immutable, strict, closed to unknown keys; nothing in a file is believed before that."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class PlannedUnit(Part):
+    """A service or container that is stopped as a whole."""
+
+    name: Text
+    scope: Literal["system", "user", "docker", "podman"]
+    cgroup: Text | None
+    why: Text
+
+
+class Target(Part):
+    """A process that is stopped."""
+
+    pid: Number
+    start_ticks: Number
+    """With the pid, it names the process for good."""
+    uid: Number
+    user: Text
+    command: Text
+    cgroup: Text | None
+    session: Number
+    unit: Text | None
+    """The planned unit that it ends with; it is signalled only if that is stopped and it still lives."""
+    mib: dict[str, int | None]
+    """Device memory by GPU; None: not told. Empty for members of a selection that hold none."""
+    kind: Text
+    why: Text
+
+
+class Left(Part):
+    """A holder that is not stopped, and who could."""
+
+    gpu: int
+    pid: int | None
+    kind: Text
+    why: Text
+    remedy: Text
+
+
+class HostPlan(Part):
+    """The plan of one host. Its hash covers everything else in it."""
+
+    version: Literal[1] = 1
+    host: Text
+    address: Text | None
+    """As ssh knows it; None: this machine."""
+    boot_id: Text
+    pid_namespace: int | None
+    made: Text
+    uid: Number
+    any_user: bool
+    gpus: tuple[Number, ...]
+    deadline_s: float = Field(ge=0, le=3600)
+    """Seconds between TERM and KILL."""
+    units: tuple[PlannedUnit, ...]
+    cgroups: tuple[Text, ...]
+    """Control groups that hold targets alone and may be killed whole."""
+    targets: tuple[Target, ...]
+    left: tuple[Left, ...]
+    hash: Text = ""
+
+    def sealed(self) -> HostPlan:
+        """The same plan with its hash."""
+        return self.model_copy(update={"hash": self.digest()})
+
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON of everything but the hash."""
+        body = self.model_dump(mode="json", exclude={"hash"})
+        return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()).hexdigest()
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to stop."""
+        return not self.targets and not self.units
+
+
+class ReclaimPlan(Part):
+    """What `--apply` takes: a plan for each host."""
+
+    hosts: tuple[HostPlan, ...]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which holders somebody wants stopped. Without units, cgroups, sessions and trees: all on these GPUs."""
+
+    gpus: tuple[int, ...] | None = None
+    """None: all."""
+    units: tuple[str, ...] = ()
+    """`vllm.service`, `user:vllm.service`, `docker:ID`, `podman:ID`."""
+    cgroups: tuple[str, ...] = ()
+    sessions: tuple[int, ...] = ()
+    trees: tuple[int, ...] = ()
+    """Pids: each with all that descends from it."""
+    any_user: bool = False
+    """Also other users' processes (for root)."""
+    grace_s: float = GRACE_S
+
+    @property
+    def narrow(self) -> bool:
+        """Whether it names groups of processes."""
+        return bool(self.units or self.cgroups or self.sessions or self.trees)
+
+
+def plan_host(look: Look, selection: Selection) -> HostPlan:
+    """Whom to stop on this host, and whom to leave, from one look. Raises the look's error where there was none."""
+    if look.snapshot is None:
+        assert look.error is not None
+        raise look.error
+    snapshot = look.snapshot
+    protected = {snapshot.viewer.pid, *snapshot.viewer.ancestors}
+    selected = _selected(snapshot, selection)
+    units: dict[str, PlannedUnit] = {}
+    targets: dict[int, Target] = {}
+    left: list[Left] = []
+    holders = [holder for holder in look.holders if holder.kind not in NEVER or holder.blocking]
+    for holder in holders:
+        process = holder.process
+        refusal = _why_not(holder, snapshot, selection, protected, selected)
+        if process is None or refusal is not None:
+            why, remedy = (holder.why, _REMEDIES.get(holder.kind, _REMEDIES["driver"])) if refusal is None else refusal
+            left.append(Left(gpu=holder.gpu, pid=holder.pid, kind=holder.kind, why=why, remedy=remedy))
+            continue
+        unit = _unit_of(process, snapshot, selection, protected)
+        if unit is not None:
+            units.setdefault(unit.name, unit)
+        for member in _group(process, snapshot, selected, unit, any_user=selection.any_user):
+            if member.pid not in protected and not _serves_everybody(member):
+                held = [other for other in holders if other.pid == member.pid]
+                targets.setdefault(member.pid, _target(member, held, process, unit))
+    cgroups = _whole_cgroups(targets, snapshot, selection)
+    return HostPlan(
+        host=snapshot.host,
+        address=look.reach.host,
+        boot_id=snapshot.boot_id,
+        pid_namespace=snapshot.pid_namespace,
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
+        uid=snapshot.viewer.uid,
+        any_user=selection.any_user,
+        gpus=tuple(gpu.index for gpu in look.gpus),
+        deadline_s=float(selection.grace_s),
+        units=tuple(units.values()),
+        cgroups=cgroups,
+        targets=tuple(targets.values()),
+        left=tuple(left),
+    ).sealed()
+
+
+def draw(reaches: Sequence[Reach], selection: Selection) -> ReclaimPlan:
+    """A plan for each host. Raises the first host's error that could not be looked at."""
+    looks = look_at(reaches, Needs(gpus=selection.gpus), parts=QUICK)
+    return ReclaimPlan(hosts=tuple(plan_host(look, selection) for look in looks))
+
+
+def default_path(plan: ReclaimPlan) -> Path:
+    """Where a plan is kept when nobody says where: this user's state folder, by hash."""
+    name = hashlib.sha256("".join(host.hash for host in plan.hosts).encode()).hexdigest()[:12]
+    return state_folder() / "plans" / f"reclaim-{name}.json"
+
+
+def save(plan: ReclaimPlan, path: Path) -> None:
+    """Write it for `--apply`."""
+    write_json(path, plan.model_dump(mode="json"))
+
+
+def load_plan(path: Path) -> ReclaimPlan:
+    """The plan of a file; raises UsageError for anything else, and for one that was changed."""
+    try:
+        plan = ReclaimPlan.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"The plan cannot be read: {error.strerror}.", where=str(path), remedy=_AGAIN) from None
+    except (ValidationError, ValueError, RecursionError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
+        place = ".".join(str(part) for part in first["loc"])[:200]
+        raise UsageError(f"This is no plan of draftproof: {place or 'file'}: {first['msg']}.", where=str(path), remedy=_AGAIN) from None
+    for host in plan.hosts:
+        if host.hash != host.digest():
+            raise UsageError(
+                f"The plan for {host.host} was changed after it was made: its hash does not fit.", where=str(path), remedy=_AGAIN
+            )
+    return plan
+
+
+_AGAIN = "Make one with `draftproof reclaim`."
+
+_REMEDIES = {
+    "other_user": "Ask its owner; root may plan with --any-user.",
+    "container": "Stop the container where it runs: `docker stop` there, or name it here with --unit docker:ID.",
+    "mps": "End the MPS server by its own command: echo quit | nvidia-cuda-mps-control.",
+    "dead": "The driver still frees it, or holds it for good; look again, and if it stays, the GPU needs a reset by a person.",
+    "driver": "No process owns it: a reset of the GPU or a reboot frees it, which is for a person to decide.",
+    "self": "It belongs to this command's own ancestors, which are never stopped; end it by hand.",
+}
+
+
+def _why_not(holder: Holder, snapshot: Snapshot, selection: Selection, protected: Set[int], selected: Set[int]) -> tuple[str, str] | None:
+    """Why a holder with a process is left alone, and the remedy; None: it may be stopped."""
+    process = holder.process
+    if process is None:
+        return None
+    if process.pid in protected:
+        return f"{holder.why}; it is an ancestor of this command", _REMEDIES["self"]
+    if holder.kind == "mps" and process.comm.startswith("nvidia-cuda-mps"):
+        return holder.why, _REMEDIES["mps"]
+    if _serves_everybody(process):
+        return f"{holder.why}; such a process serves the whole machine", "Leave it, or stop its service by hand."
+    named = _named_unit(process, selection)
+    if selection.narrow and named is None and process.pid not in selected:
+        return f"{holder.why}; it was not selected", "Name its --unit, --cgroup, --session or --tree as well."
+    if named is not None or selection.any_user:
+        return None
+    if process.uid != snapshot.viewer.uid:
+        return holder.why, _REMEDIES["other_user"]
+    if holder.kind == "container":
+        return holder.why, _REMEDIES["container"]
+    return None
+
+
+def _named_unit(process: Process, selection: Selection) -> str | None:
+    """The selected unit or container that a process belongs to, as the selection names it."""
+    names = {process.container} if process.container else set()
+    if process.unit:
+        bare = process.unit.removesuffix(".service")
+        names |= {f"user:{process.unit}", f"user:{bare}"} if process.unit_scope == "user" else {process.unit, bare}
+    for wanted in selection.units:
+        if wanted in names or (process.container and ":" in wanted and len(wanted) > 18 and wanted.startswith(process.container)):
+            return wanted
+    return None
+
+
+def _unit_of(process: Process, snapshot: Snapshot, selection: Selection, protected: Set[int]) -> PlannedUnit | None:
+    """The service or named container that is stopped instead of the process; None: the process itself is."""
+    named = _named_unit(process, selection)
+    if process.container is not None:
+        runtime, _, name = process.container.partition(":")
+        if named is None or runtime not in ("docker", "podman"):
+            return None
+        return PlannedUnit(
+            name=name, scope="docker" if runtime == "docker" else "podman", cgroup=process.cgroup, why=f"pid {process.pid} runs in it"
+        )
+    if process.unit is None or process.unit_scope is None or not process.unit.endswith(".service"):
+        return None
+    members = [other for other in snapshot.processes or () if other.unit == process.unit and other.unit_scope == process.unit_scope]
+    if SYSTEM_UNITS.fullmatch(process.unit) or any(member.pid in protected for member in members):
+        return None
+    return PlannedUnit(name=process.unit, scope=process.unit_scope, cgroup=process.cgroup, why=f"pid {process.pid} belongs to it")
+
+
+def _group(process: Process, snapshot: Snapshot, selected: Set[int], unit: PlannedUnit | None, *, any_user: bool) -> list[Process]:
+    """Who is stopped for the sake of one holder: itself and what descends from it, its unit, engine or selected groups."""
+    everyone = list(snapshot.processes or ())
+    chosen = {process.pid, *_descendants(process.pid, everyone), *selected}
+    for other in everyone:
+        if unit is not None and other.cgroup is not None and other.cgroup == unit.cgroup:
+            chosen.add(other.pid)
+        if process.engine is not None and other.engine == process.engine:
+            chosen.add(other.pid)
+    same = [other for other in everyone if other.pid in chosen]
+    return [other for other in same if any_user or unit is not None or other.uid == process.uid]
+
+
+def _selected(snapshot: Snapshot, selection: Selection) -> frozenset[int]:
+    """Pids of the selected sessions, control groups and trees."""
+    everyone = list(snapshot.processes or ())
+    in_trees = {pid for root in selection.trees for pid in (root, *_descendants(root, everyone))}
+    return frozenset(
+        process.pid
+        for process in everyone
+        if process.session in selection.sessions or process.cgroup in selection.cgroups or process.pid in in_trees
+    )
+
+
+def _serves_everybody(process: Process) -> bool:
+    """Whether it is a service of the system by name and owner, as `stop.py` sees it, too."""
+    return process.uid == 0 and process.comm.startswith(SYSTEM_PROGRAMS)
+
+
+def _descendants(root: int, everyone: Sequence[Process]) -> set[int]:
+    """Pids below `root`."""
+    children: dict[int, list[int]] = {}
+    for process in everyone:
+        children.setdefault(process.ppid, []).append(process.pid)
+    found: set[int] = set()
+    waiting = list(children.get(root, ()))
+    while waiting:
+        pid = waiting.pop()
+        if pid not in found:
+            found.add(pid)
+            waiting += children.get(pid, ())
+    return found
+
+
+def _target(member: Process, held: Sequence[Holder], holder: Process, unit: PlannedUnit | None) -> Target:
+    why = held[0].why if held else f"pid {member.pid} `{member.comm}` belongs to pid {holder.pid}, which holds memory"
+    return Target(
+        pid=member.pid,
+        start_ticks=member.start_ticks,
+        uid=member.uid,
+        user=member.user,
+        command=member.command or member.comm,
+        cgroup=member.cgroup,
+        session=member.session,
+        unit=None if unit is None else unit.name,
+        mib={str(other.gpu): None if other.bytes is None else -(-other.bytes // MIB) for other in held},
+        kind=held[0].kind if held else "member",
+        why=why,
+    )
+
+
+def _whole_cgroups(targets: dict[int, Target], snapshot: Snapshot, selection: Selection) -> tuple[str, ...]:
+    """Control groups that may be killed whole: named ones and our engines' scopes, where every member is a target."""
+    chosen = set()
+    for group in {target.cgroup for target in targets.values() if target.cgroup is not None}:
+        members = [process.pid for process in snapshot.processes or () if process.cgroup == group]
+        ours = os.path.basename(group).startswith("draftproof-")
+        if (group in selection.cgroups or ours) and all(pid in targets for pid in members):
+            chosen.add(group)
+    return tuple(sorted(chosen))
