@@ -11,21 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from draftproof.errors import DraftproofError, Refused, Undecided, UsageError
-from draftproof.gate.catalog import UNLOADED
 from draftproof.gate.finding import SEVERITY, Finding, Status, failed, passed, unsure, warned
-from draftproof.gate.gate import GateContext, run_gate
 from draftproof.gate.machine import judge
 from draftproof.machine.holders import Holder
 from draftproof.machine.look import TRAVEL_S, Look, Needs, look_at, needs_of
 from draftproof.machine.remote import Reach
 from draftproof.machine.snapshot import MIB
-from draftproof.plan import make_plan, measure_flops
-from draftproof.recipe import LoadedRecipe
-from draftproof.target.target import open_target
+
+if TYPE_CHECKING:
+    from draftproof.recipe import LoadedRecipe
 
 COPIES_S = 120.0
 """For all pairs of eight GPUs: a healthy pair takes well under a second."""
@@ -141,6 +140,11 @@ def check_recipe(loaded: LoadedRecipe, stage: str, reaches: Sequence[Reach], nee
 
     Torch is not imported: where a driver is there, the stage is taken to run on the GPU, unless the recipe says `cpu`.
     """
+    from draftproof.gate.catalog import UNLOADED  # numpy and more: 0.2 s that a look at the machine alone should not take
+    from draftproof.gate.gate import GateContext, run_gate
+    from draftproof.plan import make_plan, measure_flops
+    from draftproof.target.target import open_target
+
     recipe, given = loaded.recipe, needs or Needs()
     target = open_target(recipe.target)
     here = any(reach.host is None for reach in reaches)

@@ -9,11 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from draftproof.plan import RunPlan
-
 if TYPE_CHECKING:
     from draftproof.gate.gate import GateReport
     from draftproof.pipeline import RunDone, StageDone
+    from draftproof.plan import RunPlan
 
 COLOURS = {"pass": "green", "warn": "yellow", "fail": "red", "unknown": "magenta"}
 """Of a status."""

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from draftproof.errors import DraftproofError, Refused, Undecided
 from draftproof.gate.finding import SEVERITY, Finding, Status, unsure
-from draftproof.recipe import Recipe
-from draftproof.stage import Point, StagePlan
 
 if TYPE_CHECKING:
     from draftproof.machine.look import Look
+    from draftproof.recipe import Recipe
     from draftproof.records.rows import RowTable
+    from draftproof.stage import Point, StagePlan
     from draftproof.target.target import Target
 
 

@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftproof.errors import DraftproofError
 from draftproof.machine.holders import Holder, find_holders
 from draftproof.machine.remote import Answer, Reach, ask_all
 from draftproof.machine.snapshot import Gpu, Snapshot, parse
-from draftproof.recipe import Recipe
-from draftproof.stage import StagePlan
+
+if TYPE_CHECKING:
+    from draftproof.recipe import Recipe
+    from draftproof.stage import StagePlan
 
 DEADLINE_S = 4.0
 """For one look at one machine. A driver that has not answered by then is a finding of its own."""
