@@ -54,6 +54,8 @@ if __name__ == "__main__":
 
 HANG = "time.sleep(120)"
 
+SHIPPED = remote.SCRIPTS
+
 
 @pytest.fixture(autouse=True)
 def _scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +184,17 @@ def test_here_and_there_the_same_document(ssh: sshd.Server) -> None:
 @pytest.mark.parametrize("script", ["probe", "stop", "copies"])
 def test_the_script_asked_for(script: remote.Script) -> None:
     assert _said(Reach().ask(script, {}, 10.0))["script"] == script
+
+
+def test_the_scripts_that_ship(ssh: sshd.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each starts under `python3 -I -` here and there, and speaks of the same machine."""
+    monkeypatch.setattr(remote, "SCRIPTS", SHIPPED)
+    here, there = (_said(_at(host).ask("probe", {"parts": ["host"]}, 20.0)) for host in (None, "node7"))
+    assert here["boot_id"] == there["boot_id"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert here["host"] == there["host"] == os.uname().nodename
+    for host in (None, "node7"):
+        assert _said(_at(host).ask("stop", {"plan": {}}, 20.0))["refused"]
+        assert _said(_at(host).ask("copies", {"gpus": [], "bytes": 4096}, 20.0))["pairs"] == []
 
 
 def test_the_connection_is_kept(ssh: sshd.Server, sockets: Path) -> None:
