@@ -302,7 +302,7 @@ def _nobodys(machine: Machine, gpu: Gpu, claim: Claim, amount: str) -> Holder:
 
 def _blind(machine: Machine) -> str:
     """What could not be looked at, where somebody was looked for in vain."""
-    why = machine.snapshot.why_unseen("processes")
+    why = machine.snapshot.why_unseen("process")
     return f" (not all was seen: {plain(why, 200)})" if why else ""
 
 
@@ -380,7 +380,8 @@ def _pids(pids: Sequence[int]) -> str:
 def _name(process: Process) -> str:
     """The command line without the folder of its program, cut; the kernel's name where there is none."""
     program, space, rest = (process.command.strip() or process.comm or "?").partition(" ")
-    return plain((PurePosixPath(program).name if program.startswith("/") else program) + space + rest, 48)
+    short = PurePosixPath(program).name if program.startswith("/") else program
+    return plain((short or program) + space + rest, 48)
 
 
 def plain(text: str, at_most: int = 40) -> str:
