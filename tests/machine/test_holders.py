@@ -450,6 +450,8 @@ def test_a_listed_process_that_was_not_looked_at_is_not_called_dead() -> None:
     one = only(find_holders(seen(host(gpus=[gpu(0, 600, [listed(12, 600)])], processes=None, unseen=unseen))))
     assert told(one) == (12, "live", 600, True)
     assert one.why == "pid 12 holds 600 MiB; what process it is was not seen: /proc did not answer"
+    cut_short = holders(used=600, lists=[listed(12, 600)], processes=[process(4121, fds=CUDA)], unseen=unseen)
+    assert [told(each) for each in cut_short] == [(12, "live", 600, True), (4121, "fd_only", None, False)]
     unseen = [{"what": "process.12", "why": "it is hidden from alice"}]
     one = only(holders(used=600, lists=[listed(12, 600)], processes=[process(4121, fds=CUDA)], unseen=unseen)[:1])
     assert told(one) == (12, "other_user", 600, True)

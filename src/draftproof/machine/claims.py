@@ -89,6 +89,11 @@ class Machine:
         open kernel modules leave out what is in other pid namespaces, the others list it by the host's numbers."""
         return self.snapshot.viewer.initial_namespace is True
 
+    @property
+    def partial(self) -> bool:
+        """Whether a process can be there without being among those seen."""
+        return self.snapshot.processes is None or any(one.what == "processes" for one in self.snapshot.unseen)
+
     def fate(self, gpu: Gpu, pid: int) -> Fate:
         """What became of a pid that NVML lists on this GPU."""
         process = self.snapshot.process(pid)
@@ -96,7 +101,7 @@ class Machine:
             # The number may be another process here. Only one that has the GPU open is taken for the one that is meant.
             return "alive" if process is not None and has_open(process, gpu) else "hidden"
         if process is None:
-            return "unseen" if self.snapshot.processes is None or self.snapshot.why_unseen(f"process.{pid}") else "gone"
+            return "unseen" if self.partial or self.snapshot.why_unseen(f"process.{pid}") else "gone"
         if process.ended:
             return "ended"
         # One that may be looked into and has no GPU open cannot be the one that was listed.

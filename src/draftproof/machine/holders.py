@@ -260,7 +260,7 @@ def _without_process(machine: Machine, gpu: Gpu, claim: Claim) -> Holder:
         clauses = [f"pid {claim.pid} holds {amount}", f"it is in a pid namespace that cannot be seen from here{_or_caller(machine, gpu)}"]
         short.append("in a pid namespace that cannot be seen")
     elif claim.fate == "unseen":
-        kind = "live" if machine.snapshot.processes is None else "other_user"
+        kind = "live" if machine.partial else "other_user"
         why = machine.snapshot.why_unseen(f"process.{claim.pid}") or machine.snapshot.why_unseen("processes") or "no reason was given"
         clauses = [f"pid {claim.pid} holds {amount}", f"what process it is was not seen: {plain(why, 200)}"]
         short.append("process not seen")
