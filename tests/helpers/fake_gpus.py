@@ -1,0 +1,260 @@
+"""GPUs without GPUs: a fake NVML (`tests/fakes/nvml.c`) whose memory belongs to real processes.
+
+    with FakeGpus(tmp_path, count=8) as gpus:
+        pid = gpus.holder([3], mib=71_604, name="VLLM::Worker_TP3")
+        look_at([Reach()], Needs())                 # under gpus.roots(), as the environment says
+
+Holders are orphans in sessions of their own, so that nobody takes them for the test's. They open files in a folder that stands for
+/dev, append what they hold to the library's description, and are ended by a token in their environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).resolve().parents[1] / "fakes" / "nvml.c"
+PYTHON = shutil.which("python3", path="/usr/bin") or os.path.realpath(sys.executable)
+"""The system's, so that every user may run it."""
+MIB = 2**20
+
+_CHILD = r"""
+import fcntl, json, os, signal, sys, time
+job = json.loads(sys.argv[1])
+
+def start(pid):
+    return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[19]
+
+def claim(listed, keepers):
+    with open(job["file"], "a") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        for gpu in job["gpus"]:
+            held = ",".join(f"{pid}:{start(pid)}" for pid in keepers)
+            stream.write(f"hold {gpu} {listed} {job['bytes']} {job['kind']} {held}\n")
+
+def tell(*pids):
+    with open(job["ready"] + ".new", "w") as stream:
+        json.dump(pids, stream)
+    os.rename(job["ready"] + ".new", job["ready"])
+
+def hold():
+    kept = [open(os.path.join(job["dev"], name)) for name in job["opens"]]
+    if job["ignore_term"]:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if job["how"] == "forked":
+        child = os.fork()
+        if not child:
+            time.sleep(600)
+        claim(os.getpid(), [os.getpid(), child])
+        tell(os.getpid(), child)
+    else:
+        if job["bytes"] is not None:
+            claim(os.getpid() if job["listed"] else 0, [os.getpid()])
+        if job["uid"] is not None:
+            os.setgid(job["uid"])
+            os.setuid(job["uid"])
+        tell(*( [os.getppid()] if job["how"] == "respawned" else [] ), os.getpid())
+    time.sleep(600)
+
+if job["cgroup"] is not None:
+    open(os.path.join(job["cgroup"], "cgroup.procs"), "w").write(str(os.getpid()))
+open("/proc/self/comm", "w").write(job["name"][:15])
+if job["how"] == "respawned":
+    while True:
+        child = os.fork()
+        if not child:
+            hold()
+        os.waitpid(child, 0)
+hold()
+"""
+
+
+class FakeGpus:
+    """Some GPUs of one make; ends every process it started when it is left."""
+
+    def __init__(
+        self,
+        folder: Path,
+        count: int = 8,
+        *,
+        name: str = "NVIDIA RTX PRO 6000",
+        total_mib: int = 97_887,
+        reserved_mib: int = 615,
+        release_ms: int = 0,
+        old: bool = False,
+    ) -> None:
+        self.folder = folder / f"gpus-{secrets.token_hex(4)}"
+        self.dev = self.folder / "dev"
+        self.dev.mkdir(parents=True)
+        self.library = self.folder / "libnvidia-ml.so.1"
+        shutil.copy(_compiled(old), self.library)
+        self.token = secrets.token_hex(8)
+        for node in ("nvidiactl", "nvidia-uvm", *(f"nvidia{index}" for index in range(count))):
+            (self.dev / node).touch()
+        self._file = Path(f"{self.library}.txt")
+        lines = [f"gpu {index} {total_mib * MIB} {reserved_mib * MIB} {index} {0x18 + index} {name}" for index in range(count)]
+        self._file.write_text("\n".join([f"release_ms {release_ms}", *lines]) + "\n")
+
+    def __enter__(self) -> FakeGpus:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for pid in self.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not self.alive())
+
+    @property
+    def roots(self) -> dict[str, str]:
+        """For the probe's request."""
+        return {"nvml": str(self.library), "dev": str(self.dev)}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes every look see these GPUs, here and over ssh."""
+        return {"DRAFTPROOF_PROBE_ROOTS": json.dumps(self.roots)}
+
+    def say(self, *lines: str) -> None:
+        """Add facts to the description: see the head of nvml.c."""
+        with self._file.open("a") as stream:
+            stream.write("".join(f"{line}\n" for line in lines))
+
+    def unsay(self, *beginnings: str) -> None:
+        """Take facts back that begin so."""
+        kept = [line for line in self._file.read_text().splitlines() if not line.startswith(beginnings)]
+        self._file.write_text("\n".join(kept) + "\n")
+
+    def holder(self, gpus: Sequence[int], mib: int | None, **options: Any) -> int:
+        """A process that holds so much on each of these GPUs; None: it has them open and holds nothing. Options: `_start`."""
+        return self._start("plain", gpus, mib, **options)[-1]
+
+    def forked(self, gpus: Sequence[int], mib: int, **options: Any) -> tuple[int, int]:
+        """A parent that NVML lists, and is killed, and its child, which holds the memory: both process ids."""
+        parent, child = self._start("forked", gpus, mib, **options)
+        os.kill(parent, signal.SIGKILL)
+        wait_for(lambda: not Path(f"/proc/{parent}").exists())
+        return parent, child
+
+    def respawner(self, gpus: Sequence[int], mib: int, **options: Any) -> tuple[int, int]:
+        """A supervisor that starts its holder again whenever it dies, and the first holder."""
+        supervisor, child = self._start("respawned", gpus, mib, **options)
+        return supervisor, child
+
+    def exporter(self, gpus: Sequence[int], **options: Any) -> int:
+        """A monitor: has the devices open, but not for CUDA, and holds nothing."""
+        return self.holder(gpus, None, uvm=False, **{"name": "dcgm-exporter", **options})
+
+    def bystander(self, name: str, **options: Any) -> int:
+        """A process that has nothing to do with any GPU."""
+        return self.holder([], None, uvm=False, control=False, name=name, **options)
+
+    def alive(self) -> list[int]:
+        """All processes that came of these GPUs and still run."""
+        mark = f"DRAFTPROOF_FAKE={self.token}".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+        return found
+
+    def _start(
+        self,
+        how: str,
+        gpus: Sequence[int],
+        mib: int | None,
+        *,
+        name: str = "python3",
+        kind: str = "compute",
+        listed: bool = True,
+        uvm: bool = True,
+        control: bool = True,
+        ignore_term: bool = False,
+        uid: int | None = None,
+        cgroup: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> list[int]:
+        """`name`: its comm and first word. `listed`: NVML shows it. `uvm`, `control`: has these devices open. `cgroup`: a folder of
+        the cgroup tree to live in. `env`: more environment."""
+        opens = [*(f"nvidia{index}" for index in gpus), *(["nvidiactl"] if control else []), *(["nvidia-uvm"] if uvm else [])]
+        job = {
+            "how": how,
+            "file": str(self._file),
+            "dev": str(self.dev),
+            "ready": str(self.folder / f"ready-{secrets.token_hex(6)}"),
+            "gpus": list(gpus),
+            "bytes": None if mib is None else mib * MIB,
+            "kind": kind,
+            "opens": opens,
+            "listed": listed,
+            "ignore_term": ignore_term,
+            "uid": uid,
+            "cgroup": None if cgroup is None else str(cgroup),
+            "name": name,
+        }
+        command = ["setsid", "--fork", "bash", "-c", 'exec -a "$0" "$@"', name, PYTHON, "-I", "-S", "-c", _CHILD, json.dumps(job)]
+        environment = {"PATH": os.environ["PATH"], "DRAFTPROOF_FAKE": self.token, **(env or {})}
+        subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        ready = Path(job["ready"])
+        wait_for(ready.exists)
+        pids: list[int] = json.loads(ready.read_text())
+        ready.unlink()
+        return pids
+
+
+def ended(pid: int) -> bool:
+    """Whether a process has ended, a zombie included."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+@contextlib.contextmanager
+def control_group(path: str) -> Iterator[Path]:
+    """A control group in the hierarchy that systemd uses, for real processes; as root."""
+    named = Path("/sys/fs/cgroup/systemd")
+    root = named if named.is_dir() else Path("/sys/fs/cgroup")
+    made = root / path
+    made.mkdir(parents=True)
+    try:
+        yield made
+    finally:
+        for folder in (made, *made.parents):
+            if folder == root or any(folder.glob("*/cgroup.procs")):
+                break
+            wait_for(lambda folder=folder: not (folder / "cgroup.procs").read_text())  # type: ignore[misc]  # mypy takes it for no callable
+            folder.rmdir()
+
+
+def wait_for(true: Callable[[], bool], seconds: float = 15.0) -> None:
+    """Until it is."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.002)
+
+
+def _compiled(old: bool) -> Path:
+    """The library, compiled once for each version of its source, in this user's part of the temporary folder."""
+    key = f"{SOURCE.stat().st_mtime_ns}-{SOURCE.stat().st_size}"
+    folder = Path(tempfile.gettempdir()) / f"draftproof-fakes-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / f"nvml-{key}-{'old' if old else 'new'}.so"
+    if not library.exists():
+        made = library.with_suffix(f".{os.getpid()}")
+        options = ["-DOLD"] if old else []
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", *options, "-o", made, SOURCE], check=True)
+        made.rename(library)
+    return library
