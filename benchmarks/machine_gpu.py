@@ -10,12 +10,14 @@ stopped and verified in the way of `draftproof reclaim`; then `draftproof check`
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +37,7 @@ HELD_MIB = 2048
 
 HOLDER = """
 import ctypes, os, signal, sys, time
-mib, how = int(sys.argv[1]), sys.argv[2]
+mib, how, ready = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 if how == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -50,9 +52,12 @@ call("cuMemAlloc_v2", ctypes.byref(memory), ctypes.c_size_t(mib * 2**20))
 child = os.fork() if how == "forked" else None
 if child == 0:
     time.sleep(3600)
-print(child or os.getpid(), flush=True)
+with open(ready + ".new", "w") as stream:
+    stream.write(f"{os.getpid()} {child or os.getpid()}")
+os.rename(ready + ".new", ready)
 time.sleep(3600)
 """
+"""A CUDA context with memory, and nothing but the driver. Writes its own process id and that of who is to hold the memory."""
 
 
 def main() -> None:
@@ -109,14 +114,16 @@ def main() -> None:
 
 def reclaim(how: str, kind: str) -> dict[str, Any]:
     """One holder of a kind: start, look, plan, stop, verify."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(HELD_MIB), how], stdout=subprocess.PIPE, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder, "ready")
+        # In a session of its own and a child of init: nothing of this script's, as somebody else's work would be.
+        subprocess.run(["setsid", "--fork", sys.executable, "-W", "ignore", "-c", HOLDER, str(HELD_MIB), how, str(ready)], check=True)
+        wait_for(ready.exists)
+        parent, holder = map(int, ready.read_text().split())
     try:
-        assert process.stdout is not None
-        holder = int(process.stdout.readline())
         if how == "forked":
-            process.kill()
-            process.wait()
-            wait_for(lambda: not Path(f"/proc/{process.pid}").exists())
+            os.kill(parent, signal.SIGKILL)
+            wait_for(lambda: not Path(f"/proc/{parent}").exists())
         seen = look()
         named = [(found.pid, found.kind) for found in seen.blockers]
         started = time.monotonic()
@@ -135,12 +142,9 @@ def reclaim(how: str, kind: str) -> dict[str, Any]:
             "seconds": time.monotonic() - started,
         }
     finally:
-        for pid in (process.pid, holder):
-            try:
+        for pid in {parent, holder}:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        process.wait()
 
 
 def look() -> Look:

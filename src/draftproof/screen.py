@@ -49,7 +49,7 @@ def print_plan(plan: HostPlan, console: Console) -> None:
         for target in plan.targets:
             memory = ", ".join(f"{gpu}: {'?' if mib is None else f'{mib:,}'}" for gpu, mib in sorted(target.mib.items()))
             after = f" (if it outlives {target.unit})" if target.unit else ""
-            table.add_row(str(target.pid), escape(target.user), memory, escape(f"{target.command[:80]}{after}"))
+            table.add_row(str(target.pid), escape(target.user), memory, escape(f"{' '.join(target.command.split())[:80]}{after}"))
         console.print(table)
     for left in plan.left:
         console.print(f"  left: GPU {left.gpu}: {escape(left.why)}", soft_wrap=True)

@@ -199,7 +199,7 @@ def gpu_driver(look: Look) -> Finding:
         return passed("gpu.driver", f"{evidence}; no torch beside {snapshot.python}.")
     evidence += f", torch {torch.version} for CUDA {torch.cuda or 'none'}."
     if torch.cuda is None:
-        return failed("gpu.driver", evidence, "This torch is a CPU build; install one for CUDA.")
+        return warned("gpu.driver", evidence, "This torch is a CPU build; install one for CUDA to train or extract on these GPUs.")
     built, branch = _version(torch.cuda), _version(snapshot.nvml.driver)
     if not built or not branch:
         return unsure("gpu.driver", evidence, "One of these versions is in a form that is not known; look by hand.")

@@ -17,14 +17,14 @@ from draftproof.machine.look import Look
 
 MachineCheck = Callable[[Look], Finding]
 
-FREE: tuple[MachineCheck, ...] = (host.host_reached, gpu.gpu_count, gpu.gpu_memory, gpu.gpu_holders, host.host_memory)
+FREE: tuple[MachineCheck, ...] = (host.host_reached, gpu.gpu_count, gpu.gpu_holders, gpu.gpu_memory, host.host_memory)
 """Asked again at the moment of spending."""
 MACHINE: tuple[MachineCheck, ...] = (
     host.host_reached,
     gpu.gpu_count,
     gpu.gpu_model,
-    gpu.gpu_memory,
     gpu.gpu_holders,
+    gpu.gpu_memory,
     gpu.gpu_health,
     gpu.gpu_links,
     gpu.gpu_driver,

@@ -209,14 +209,15 @@ def _read(document: bytes, reach: Reach) -> _Stopped:
 
 
 def _until_free(reach: Reach, needs: Needs, *, quiet: bool) -> Look:
-    """The first look that shows free and steady memory, or the last one before the deadline."""
+    """The first look that shows steady memory and at most living processes in the way, or the last one before the deadline."""
     deadline = time.monotonic() + (0 if quiet else VERIFY_S)
     seen: list[int] = []
     while True:
         look = _look(reach, needs)
         seen.append(_in_use(look))
         steady = len(seen) >= STEADY_LOOKS and len(set(seen[-STEADY_LOOKS:])) == 1
-        if (steady and not look.blockers) or time.monotonic() >= deadline:
+        waiting = any(holder.process is None or holder.process.ended for holder in look.blockers)  # memory that may still come back
+        if (steady and not waiting) or time.monotonic() >= deadline:
             return look
         time.sleep(LOOK_EVERY_S)
 
