@@ -137,6 +137,24 @@ def test_self_reaches_up_through_sudo_and_draftproofs_but_not_into_the_shell() -
     assert {one.pid: one.kind for one in found} == {791: "self", 801: "self", 701: "live", 4121: "live"}
 
 
+def test_self_reaches_through_sudo_to_a_notebook_but_not_to_the_notebooks_beside_it() -> None:
+    """probe 900 <- sudo 850 <- kernel 800 <- jupyter-lab 790, which has another kernel, 795."""
+    found = holders(
+        used=300,
+        lists=[listed(801, 100), listed(795, 100), listed(4121, 100)],
+        processes=[
+            process(850, "sudo", ppid=800, uid=ROOT),
+            process(800, "python3", ppid=790, command="python3 -m ipykernel_launcher"),
+            process(790, "jupyter-lab", ppid=700),
+            process(801, "python3", ppid=800, fds=CUDA),
+            process(795, "python3", ppid=790, fds=CUDA),
+            process(4121, "python3", ppid=795, fds=CUDA),
+        ],
+        viewer=viewer(ancestors=[850, 800, 790, 700, 600, 1]),
+    )
+    assert {one.pid: one.kind for one in found} == {801: "self", 795: "live", 4121: "live"}
+
+
 @pytest.mark.parametrize("parent", ["sshd", "sshd-session", "bash", "tmux: server", "systemd"])
 def test_a_probe_run_by_a_shell_or_over_ssh_has_no_caller_there(parent: str) -> None:
     found = holders(
@@ -243,6 +261,17 @@ def test_looked_at_from_a_container_memory_without_a_pid_is_not_blamed_on_the_dr
     )
 
 
+def test_looked_at_from_a_container_one_that_could_hold_such_memory_is_named_without_it() -> None:
+    found = holders(used=500, lists=[], processes=[process(30, "python3", fds=CUDA, **HERE)], **IN_CONTAINER)
+    assert [told(one) for one in found] == [(None, "container", 500, True), (30, "forked", None, True)]
+    assert found[1].why.endswith("has GPU 0 open; it may hold the 500 MiB that nobody to be seen from here owns")
+
+
+def test_looked_at_from_a_container_a_foreign_number_blocks_with_nothing_too() -> None:
+    """It has a context, and may take memory at any time."""
+    assert told(only(holders(used=0, lists=[listed(12, 0)], processes=[], **IN_CONTAINER))) == (12, "container", 0, True)
+
+
 def test_other_user() -> None:
     """Root's open files may not be read by alice; that it is listed is enough."""
     one = only(holders(used=500, lists=[listed(12, 500)], processes=[process(12, "train.py", uid=BOB, fds=None)]))
@@ -291,16 +320,16 @@ def test_several_children_share_and_the_bytes_are_said_once() -> None:
         used=71_610,
         lists=[listed(4099, 71_604)],
         processes=[
-            process(33, fds=CUDA, start_ticks=3),
-            process(31, fds=CUDA, start_ticks=1),
+            process(31, fds=CUDA, start_ticks=3),
+            process(33, fds=CUDA, start_ticks=1),
             process(32, fds=CUDA, start_ticks=2),
         ],
     )
-    assert [told(one) for one in found] == [(31, "forked", 71_604, True), (32, "forked", None, True), (33, "forked", None, True)]
-    assert found[0].why == "pid 31 `python3` of alice, 2 h old, has GPU 0 open; 3 processes share 71,604 MiB of pid 4099, which is gone"
-    assert found[2].why == "pid 33 `python3` of alice, 2 h old, has GPU 0 open; 3 processes share 71,604 MiB of pid 4099, which is gone"
+    assert [told(one) for one in found] == [(33, "forked", 71_604, True), (31, "forked", None, True), (32, "forked", None, True)]
+    assert found[0].why == "pid 33 `python3` of alice, 2 h old, has GPU 0 open; 3 processes share 71,604 MiB of pid 4099, which is gone"
+    assert found[2].why == "pid 32 `python3` of alice, 2 h old, has GPU 0 open; 3 processes share 71,604 MiB of pid 4099, which is gone"
     assert [one.listed for one in found] == [(4099,), (), ()]
-    assert found[1].short == "pid 32 python3 (alice, 2 h), one of 3 that share 71,604 MiB of dead pid 4099"
+    assert found[1].short == "pid 31 python3 (alice, 2 h), one of 3 that share 71,604 MiB of dead pid 4099"
 
 
 def test_one_child_of_several_dead() -> None:
@@ -338,6 +367,7 @@ def test_the_caller_is_not_blamed_for_the_dead() -> None:
     """It opened the GPU a moment ago. If it were taken for the holder, 600 MiB would pass as its own."""
     found = holders(used=600, lists=[listed(4099, 600)], processes=[process(800, "draftproof", fds=CUDA)])
     assert [told(one) for one in found] == [(4099, "dead", 600, True), (800, "self", None, False)]
+    assert found[0].why.endswith("no process was found that holds them, unless it is the caller itself, which has the GPU open")
 
 
 def test_a_service_is_not_blamed_for_the_dead() -> None:
@@ -410,7 +440,8 @@ def test_a_zombie_holds_nothing_itself() -> None:
         (4123, "other_user", None, False),
     ]
     assert found[0].why.endswith("holds 600 MiB; it is a forked child of pid 4099, which has ended")
-    one = only(holders(used=600, lists=[listed(4099, 600)], processes=[zombie]))
+    assert told(only(holders(used=0, lists=[listed(4099, 600)], processes=[zombie]))) == (4099, "dead", 0, False)
+    one = only(holders(used=600, lists=[listed(4099, 600)], processes=[zombie, process(60, state="Z", fds=CUDA)])[:1])
     assert told(one) == (4099, "dead", 600, True)
     assert one.why == (
         "pid 4099 `VLLM::EngineCor` of alice, 2 h old, has ended, and NVML still lists it with 600 MiB; "

@@ -81,8 +81,8 @@ def test_an_old_reading_does_not_say_what_is_usable() -> None:
 
 def test_bytes_of_a_pid_that_stands_in_several_lines() -> None:
     lines = [
-        listed(10, 200),
-        listed(10, 200, "graphics"),  # computes and draws: the same bytes
+        listed(10, 199),
+        listed(10, 200, "graphics"),  # computes and draws: the same bytes, read twice
         listed(11, 30),
         listed(11, 40),  # in two MIG instances
         listed(12, None),

@@ -269,7 +269,7 @@ def _without_process(machine: Machine, gpu: Gpu, claim: Claim) -> Holder:
         gone = "is gone (the number is another process's now)" if claim.fate == "recycled" else "is gone"
         clauses = [
             f"pid {claim.pid} {gone}, and NVML still lists it with {amount}",
-            f"no process was found that holds them{_blind(machine)}",
+            f"no process was found that holds them{_or_caller(machine, gpu)}{_blind(machine)}",
         ]
         short.append("gone, nobody found who holds them")
     if _is_mps_client(gpu, claim.pid):
@@ -289,7 +289,7 @@ def _nobodys(machine: Machine, gpu: Gpu, claim: Claim, amount: str) -> Holder:
         who = f"a process of another pid namespace or the driver holds them{_or_caller(machine, gpu)}"
         why = f"{amount} are in use that no process to be seen from this pid namespace owns: {who}"
         return Holder(gpu.index, None, claim.bytes, "container", True, why, None, (), f"{amount} that nobody to be seen owns")
-    why = f"{amount} are in use that no process owns: the driver holds them{_blind(machine)}"
+    why = f"{amount} are in use that no process owns: the driver holds them{_or_caller(machine, gpu)}{_blind(machine)}"
     if gpu.mig is not None and gpu.mig.enabled:
         why += f"; the GPU is split into {gpu.mig.instances} MIG instances"
     if gpu.memory is not None and gpu.memory.version == 1:
