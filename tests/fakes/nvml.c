@@ -4,14 +4,17 @@
  *
  *   driver VERSION | cuda NUMBER | release_ms NUMBER
  *   gpu INDEX TOTAL RESERVED MINOR BUS NAME...                 bytes; the name may hold spaces
- *   set INDEX WHAT NUMBER                                      ecc pending failed recovery reasons width mig mode
+ *   set INDEX WHAT NUMBER                                      ecc pending failed recovery reasons width mode private; mig: instances
  *   hold INDEX LISTED_PID BYTES KIND KEEPER:START[,...]        compute, graphics or mps; counts while one of the keepers lives,
- *                                                              and release_ms longer; START is field 22 of its stat
+ *                                                              and release_ms longer; START is field 22 of its stat; BYTES of 2^64-1
+ *                                                              are listed so and count nothing; KIND/N belongs to MIG instance N,
+ *                                                              and is hidden from the whole GPU's list where `private` is set
  *   unowned INDEX BYTES                                        memory that no process holds
  *   p2p FROM TO STATUS
  *   fail FUNCTION INDEX CODE | hang FUNCTION INDEX SECONDS | crash FUNCTION INDEX 0       INDEX -1: any GPU
  *
- * Compiled with -DOLD it lacks what drivers before branch 510 lack: memory version 2 and the newer process lists.
+ * Compiled with -DOLD it lacks what drivers before branch 510 lack: memory version 2 and the newer process lists. With -DWIDE its
+ * lists of version 3 have the lines of drivers 535.43 to 535.86. With -DNAME=hidden it lacks the function NAME.
  * Layouts and numbers are those of NVIDIA's nvml.h.
  */
 #define _GNU_SOURCE
@@ -24,13 +27,13 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7 };
+enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6, TOO_SMALL = 7 };
 enum { RECOVERY_FIELD = 230 };                   /* NVML_FI_DEV_GET_GPU_RECOVERY_ACTION */
 enum { GPUS = 64, HOLDS = 4096, FACTS = 256, KEEPERS = 4096 };
 typedef unsigned long long u64;
 
-typedef struct { int there, minor, bus; u64 total, reserved, unowned; char name[96]; u64 ecc, pending, failed, recovery, reasons, width, mig, mode; } Gpu;
-typedef struct { int gpu, pid; u64 bytes; char kind[16], keepers[KEEPERS]; } Hold;
+typedef struct { int there, minor, bus; u64 total, reserved, unowned; char name[96]; u64 ecc, pending, failed, recovery, reasons, width, mig, mode, private; } Gpu;
+typedef struct { int gpu, pid, instance; u64 bytes; char kind[16], keepers[KEEPERS]; } Hold;
 typedef struct { char what[8], function[64]; int gpu, number; } Fault;
 
 static Gpu gpus[GPUS];
@@ -86,7 +89,7 @@ static u64 used(int gpu)
 {
     u64 bytes = gpus[gpu].unowned;
     for (int i = 0; i < n_holds; i++)
-        if (holds[i].gpu == gpu && counts(&holds[i])) bytes += holds[i].bytes;
+        if (holds[i].gpu == gpu && ~holds[i].bytes && counts(&holds[i])) bytes += holds[i].bytes;
     return bytes;
 }
 
@@ -115,11 +118,14 @@ static void read_file(void)
         } else if (sscanf(line, "set %d %15s %llu", &a, what, &x) == 3) {
             struct { const char *name; u64 *at; } fields[] = {
                 {"ecc", &gpus[a].ecc}, {"pending", &gpus[a].pending}, {"failed", &gpus[a].failed}, {"recovery", &gpus[a].recovery},
-                {"reasons", &gpus[a].reasons}, {"width", &gpus[a].width}, {"mig", &gpus[a].mig}, {"mode", &gpus[a].mode}};
+                {"reasons", &gpus[a].reasons}, {"width", &gpus[a].width}, {"mig", &gpus[a].mig}, {"mode", &gpus[a].mode},
+                {"private", &gpus[a].private}};
             for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
                 if (!strcmp(fields[i].name, what)) *fields[i].at = x;
         } else if (n_holds < HOLDS && sscanf(line, "hold %d %d %llu %15s %4095s", &a, &b, &x, what, rest) == 5) {
-            holds[n_holds] = (Hold){.gpu = a, .pid = b, .bytes = x};
+            char *instance = strchr(what, '/');
+            holds[n_holds] = (Hold){.gpu = a, .pid = b, .bytes = x, .instance = instance ? atoi(instance + 1) : -1};
+            if (instance) *instance = 0;
             strcpy(holds[n_holds].kind, what);
             strcpy(holds[n_holds++].keepers, rest);
         } else if (sscanf(line, "unowned %d %llu", &a, &x) == 2) gpus[a].unowned = x;
@@ -142,7 +148,9 @@ static int fault(const char *function, int gpu)  /* what the file says must go w
     return OK;
 }
 
-static int index_of(void *device) { return (int)(long)device - 1; }
+/* A device is its index + 1; an instance of it has its own number + 1 in the next byte. */
+static int index_of(void *device) { return (int)((long)device & 255) - 1; }
+static int instance_of(void *device) { return (int)((long)device >> 8) - 1; }
 #define CHECK(gpu) do { int code_ = fault(__func__, gpu); if (code_) return code_; } while (0)
 
 int nvmlInit_v2(void)
@@ -190,14 +198,18 @@ int nvmlDeviceGetMemoryInfo(void *device, u64 memory[3])     /* total, free, use
     return OK;
 }
 
-typedef struct { unsigned pid; u64 bytes; unsigned instance, compute; } Line;   /* versions 2 and 3; version 1 ends after bytes */
-static int list(int gpu, const char *kind, unsigned *count, char *lines, size_t size)
+/* Versions 2 and 3; version 1 ends after bytes, and the last number is there with -DWIDE alone. */
+typedef struct { unsigned pid; u64 bytes; unsigned instance, compute; u64 confidential; } Line;
+static int list(void *device, const char *kind, unsigned *count, char *lines, size_t size)
 {
     unsigned found = 0;
+    int gpu = index_of(device), instance = instance_of(device);
+    if (gpus[gpu].private && instance < 0) return NO_PERMISSION;
     for (int i = 0; i < n_holds; i++) {
         if (holds[i].gpu != gpu || strcmp(holds[i].kind, kind) || !holds[i].pid || !counts(&holds[i])) continue;
+        if (instance >= 0 && holds[i].instance != instance) continue;
         if (found < *count) {
-            Line line = {holds[i].pid, holds[i].bytes, -1, -1};
+            Line line = {holds[i].pid, holds[i].bytes, holds[i].instance, -1, 0};
             memcpy(lines + found * size, &line, size);
         }
         found++;
@@ -207,13 +219,22 @@ static int list(int gpu, const char *kind, unsigned *count, char *lines, size_t 
     return code;
 }
 #define LIST(name, kind, size) int name(void *device, unsigned *count, char *lines) \
-    { CHECK(index_of(device)); return list(index_of(device), kind, count, lines, size); }
+    { CHECK(index_of(device)); return list(device, kind, count, lines, size); }
 LIST(nvmlDeviceGetComputeRunningProcesses, "compute", 16)
 LIST(nvmlDeviceGetGraphicsRunningProcesses, "graphics", 16)
 #ifndef OLD
-LIST(nvmlDeviceGetComputeRunningProcesses_v3, "compute", sizeof(Line))
-LIST(nvmlDeviceGetGraphicsRunningProcesses_v3, "graphics", sizeof(Line))
-LIST(nvmlDeviceGetMPSComputeRunningProcesses_v3, "mps", sizeof(Line))
+#ifdef WIDE
+enum { LINE = sizeof(Line) };
+int nvmlDeviceGetConfComputeMemSizeInfo(void *device, void *sizes) { (void)device; (void)sizes; return NOT_SUPPORTED; }
+#else
+enum { LINE = sizeof(Line) - 8 };
+#endif
+LIST(nvmlDeviceGetComputeRunningProcesses_v2, "compute", sizeof(Line) - 8)
+LIST(nvmlDeviceGetGraphicsRunningProcesses_v2, "graphics", sizeof(Line) - 8)
+LIST(nvmlDeviceGetMPSComputeRunningProcesses_v2, "mps", sizeof(Line) - 8)
+LIST(nvmlDeviceGetComputeRunningProcesses_v3, "compute", LINE)
+LIST(nvmlDeviceGetGraphicsRunningProcesses_v3, "graphics", LINE)
+LIST(nvmlDeviceGetMPSComputeRunningProcesses_v3, "mps", LINE)
 typedef struct { unsigned version; u64 total, reserved, free, used; } Memory;
 int nvmlDeviceGetMemoryInfo_v2(void *device, Memory *memory)
 {
@@ -267,7 +288,7 @@ int nvmlDeviceGetMigDeviceHandleByIndex(void *device, unsigned number, void **in
 {
     CHECK(index_of(device));
     if (number >= gpus[index_of(device)].mig) return NOT_FOUND;
-    *instance = device;
+    *instance = (void *)((long)device | (long)(number + 1) << 8);
     return OK;
 }
 int nvmlDeviceGetP2PStatus(void *from, void *to, int capability, unsigned *status)

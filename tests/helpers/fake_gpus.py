@@ -11,6 +11,7 @@ Holders are orphans in sessions of their own, so that nobody takes them for the 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -31,7 +32,8 @@ MIB = 2**20
 
 _CHILD = r"""
 import fcntl, json, os, signal, sys, time
-job = json.loads(sys.argv[1])
+job = json.loads(os.environ["DRAFTPROOF_FAKE_JOB"])
+ready = open(job["ready"], "w")
 
 def start(pid):
     return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[19]
@@ -44,9 +46,9 @@ def claim(listed, keepers):
             stream.write(f"hold {gpu} {listed} {job['bytes']} {job['kind']} {held}\n")
 
 def tell(*pids):
-    with open(job["ready"] + ".new", "w") as stream:
-        json.dump(pids, stream)
-    os.rename(job["ready"] + ".new", job["ready"])
+    if not ready.closed:
+        print(json.dumps(pids), file=ready)
+        ready.close()
 
 def hold():
     kept = [open(os.path.join(job["dev"], name)) for name in job["opens"]]
@@ -69,7 +71,7 @@ def hold():
 
 if job["cgroup"] is not None:
     open(os.path.join(job["cgroup"], "cgroup.procs"), "w").write(str(os.getpid()))
-open("/proc/self/comm", "w").write(job["name"][:15])
+open("/proc/self/comm", "wb").write(os.fsencode(job["name"])[:15])
 if job["how"] == "respawned":
     while True:
         child = os.fork()
@@ -93,12 +95,24 @@ class FakeGpus:
         reserved_mib: int = 615,
         release_ms: int = 0,
         old: bool = False,
+        flags: Sequence[str] = (),
     ) -> None:
+        """`old`: what drivers before branch 510 lack is missing. `flags`: for the compiler, such as `-DWIDE`: see nvml.c."""
         self.folder = folder / f"gpus-{secrets.token_hex(4)}"
         self.dev = self.folder / "dev"
         self.dev.mkdir(parents=True)
         self.library = self.folder / "libnvidia-ml.so.1"
-        shutil.copy(_compiled(old), self.library)
+        shutil.copy(_compiled([*(["-DOLD"] if old else []), *flags]), self.library)
+        self._program = self.folder / "hold.py"
+        self._program.write_text(_CHILD)
+        self.sys = self.folder / "sys"
+        (self.sys / "fs").mkdir(parents=True)
+        (self.sys / "fs" / "cgroup").symlink_to("/sys/fs/cgroup")
+        (self.sys / "kernel").symlink_to("/sys/kernel")
+        for index in range(count):
+            slot = self.sys / "bus" / "pci" / "devices" / f"0000:{0x18 + index:02x}:00.0"
+            slot.mkdir(parents=True)
+            (slot / "numa_node").write_text(f"{index // 4}\n")
         self.token = secrets.token_hex(8)
         for node in ("nvidiactl", "nvidia-uvm", *(f"nvidia{index}" for index in range(count))):
             (self.dev / node).touch()
@@ -118,7 +132,7 @@ class FakeGpus:
     @property
     def roots(self) -> dict[str, str]:
         """For the probe's request."""
-        return {"nvml": str(self.library), "dev": str(self.dev)}
+        return {"nvml": str(self.library), "dev": str(self.dev), "sys": str(self.sys)}
 
     @property
     def environment(self) -> dict[str, str]:
@@ -184,9 +198,10 @@ class FakeGpus:
         uid: int | None = None,
         cgroup: Path | None = None,
         env: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),
     ) -> list[int]:
         """`name`: its comm and first word. `listed`: NVML shows it. `uvm`, `control`: has these devices open. `cgroup`: a folder of
-        the cgroup tree to live in. `env`: more environment."""
+        the cgroup tree to live in. `env`: more environment. `arguments`: the end of its command line."""
         opens = [*(f"nvidia{index}" for index in gpus), *(["nvidiactl"] if control else []), *(["nvidia-uvm"] if uvm else [])]
         job = {
             "how": how,
@@ -203,11 +218,11 @@ class FakeGpus:
             "cgroup": None if cgroup is None else str(cgroup),
             "name": name,
         }
-        command = ["setsid", "--fork", "bash", "-c", 'exec -a "$0" "$@"', name, PYTHON, "-I", "-S", "-c", _CHILD, json.dumps(job)]
-        environment = {"PATH": os.environ["PATH"], "DRAFTPROOF_FAKE": self.token, **(env or {})}
+        command = ["setsid", "--fork", "bash", "-c", 'exec -a "$0" "$@"', name, PYTHON, "-IS", str(self._program), *arguments]
+        environment = {"PATH": os.environ["PATH"], "DRAFTPROOF_FAKE": self.token, "DRAFTPROOF_FAKE_JOB": json.dumps(job), **(env or {})}
         subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         ready = Path(job["ready"])
-        wait_for(ready.exists)
+        wait_for(lambda: ready.exists() and ready.read_text().endswith("\n"))
         pids: list[int] = json.loads(ready.read_text())
         ready.unlink()
         return pids
@@ -246,15 +261,14 @@ def wait_for(true: Callable[[], bool], seconds: float = 15.0) -> None:
         time.sleep(0.002)
 
 
-def _compiled(old: bool) -> Path:
+def _compiled(flags: Sequence[str]) -> Path:
     """The library, compiled once for each version of its source, in this user's part of the temporary folder."""
-    key = f"{SOURCE.stat().st_mtime_ns}-{SOURCE.stat().st_size}"
+    key = hashlib.sha256(SOURCE.read_bytes() + "\0".join(flags).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"draftproof-fakes-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    library = folder / f"nvml-{key}-{'old' if old else 'new'}.so"
+    library = folder / f"nvml-{key}.so"
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}")
-        options = ["-DOLD"] if old else []
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", *options, "-o", made, SOURCE], check=True)
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", *flags, "-o", made, SOURCE], check=True)
         made.rename(library)
     return library

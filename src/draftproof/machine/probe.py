@@ -62,8 +62,12 @@ INITIAL_NAMESPACE = 4026531836
 def main(arguments: list[str]) -> int:
     """Print the document between its sentinels; returns 0, since whatever could not be seen is said in it."""
     began = time.monotonic()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, a child's number could be another's before we kill it
     request, complaint = read_request(arguments)
-    document = look(request, began)
+    try:
+        document = look(request, began)
+    except Exception as error:  # noqa: BLE001  (a fault of ours must not leave the asker without a word)
+        document = assemble(request, Watch(0, 0), {"probe": f"the probe failed: {type(error).__name__} {error}"}, began)
     if complaint is not None:
         document["unseen"].append({"what": "request", "why": complaint})
     sys.stdout.write(f"{BEGIN}\n{to_json(document)}\n{END}\n")
@@ -73,7 +77,7 @@ def main(arguments: list[str]) -> int:
 
 def look(request: dict[str, Any], began: float) -> dict[str, Any]:
     """The document for a complete request. `began` is on the monotonic clock."""
-    now, uptime = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
+    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     watch = Watch(request["call_s"], began + request["deadline_s"])
     try:
         host = watch.start(look_at_host, request)
@@ -83,12 +87,10 @@ def look(request: dict[str, Any], began: float) -> dict[str, Any]:
         watch.attend(first, began + FIRST_SHARE * request["deadline_s"])
         chosen = choose(watch.facts)
         watch.call_s = min(watch.call_s, max(0.05, (watch.end - time.monotonic()) / 3))
-        watch.attend([host, watch.start(look_closer, request, chosen, now - uptime)], watch.end)
+        watch.attend([host, watch.start(look_closer, request, chosen, booted)], watch.end)
     finally:
         watch.close()
-    document = assemble(request, watch)
-    document.update(time=now, uptime_s=round(uptime, 2), seconds=round(time.monotonic() - began, 4))
-    return document
+    return assemble(request, watch, watch.unseen, began)
 
 
 def read_request(arguments: list[str]) -> tuple[dict[str, Any], str | None]:
@@ -136,9 +138,9 @@ ALWAYS = ("boot_id", "pid_namespace", "viewer", "port", "disk")
 """Facts that belong to no part; all that stands neither here nor above belongs to `host`."""
 
 
-def assemble(request: dict[str, Any], watch: Watch) -> dict[str, Any]:
+def assemble(request: dict[str, Any], watch: Watch, unseen: dict[str, str], began: float) -> dict[str, Any]:
     """The document, schema 1, from the facts. Each null in it gets a reason."""
-    facts, told = watch.facts, dict(watch.unseen)
+    facts, told = watch.facts, dict(unseen)
     asked = set(request["parts"]) | ({"gpus"} if "links" in request["parts"] else set())
     for gpu, call in (lost for child in watch.children for lost in given_up(child.stalls)[1].items()):
         told[f"gpu.{gpu}"] = f"it was given up after {call} did not answer either"
@@ -163,6 +165,9 @@ def assemble(request: dict[str, Any], watch: Watch) -> dict[str, Any]:
     indices = [index for index in wanted if 0 <= index < count]
     for index in set(wanted) - set(indices):
         told.setdefault(f"gpu.{index}", f"NVML counts {count} GPUs here")
+    for port in request["ports"]:
+        if not 0 < port < 65536:
+            told[f"port.{port}"] = "there is no port of this number"
     linked = "links" in request["parts"] and "nvml.count" in facts
     shm = get("shm")
     document = {
@@ -170,6 +175,8 @@ def assemble(request: dict[str, Any], watch: Watch) -> dict[str, Any]:
         "host": os.uname().nodename,
         "boot_id": get("boot_id") or "",
         "pid_namespace": namespace,
+        "time": time.time() - (time.monotonic() - began),
+        "uptime_s": round(time.clock_gettime(time.CLOCK_BOOTTIME), 2),
         "python": ".".join(map(str, sys.version_info[:3])),
         "viewer": {
             "uid": uid,
@@ -199,6 +206,7 @@ def assemble(request: dict[str, Any], watch: Watch) -> dict[str, Any]:
         "torch": get("torch"),
     }
     document["unseen"] = [{"what": what, "why": why} for what, why in told.items()]
+    document["seconds"] = round(time.monotonic() - began, 4)
     return document
 
 
@@ -306,11 +314,9 @@ class Watch:
                 self.facts[said[0]] = said[1]
             else:
                 self.unseen[said[0]] = said[2]
-        if data:
-            return
-        if child.finished:
+        if child.finished:  # it need not end: closing the driver may take long
             child.kill()
-        else:
+        elif not data:
             self._lose(child, f"ended the look with {child.fate()}")
 
     def _lose(self, child: Child, how: str) -> None:
@@ -439,9 +445,13 @@ def run_child(child: Child, report: Report) -> None:
         os._exit(code)
 
 
+class Told(Exception):
+    """Something cannot be seen, and this is the sentence that says why."""
+
+
 def reason(error: BaseException, call: str) -> str:
     """One sentence for an exception."""
-    if isinstance(error, NvmlError):
+    if isinstance(error, Told):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{call}: {error.strerror}"
@@ -498,7 +508,7 @@ P2P = {0: "ok", 1: "chipset_not_supported", 2: "gpu_not_supported", 3: "ioh_topo
 ANCESTOR = {0: "internal", 10: "single", 20: "multiple", 30: "hostbridge", 40: "node", 50: "system"}
 
 
-class NvmlError(Exception):
+class NvmlError(Told):
     """A function of NVML is missing, was given up, or returned a status other than success."""
 
     def __init__(self, name: str, why: str, status: int = 0) -> None:
@@ -677,7 +687,7 @@ class Gpu:
 
     def look_further(self, sys_root: str) -> None:
         """Whether it is fit."""
-        self.see("numa_node", lambda what: numa_node(sys_root, self.report.facts[f"gpu.{self.index}.bus_id"]))
+        self.see("numa_node", lambda what: numa_node(sys_root, self.report.facts.get(f"gpu.{self.index}.bus_id")))
         self.see("compute_capability", lambda what: self.integers(what, "nvmlDeviceGetCudaComputeCapability", 2))
         self.see("health.temperature_c", self.reads("nvmlDeviceGetTemperature", self.nvml.number, ctypes.c_int(0)))
         self.see("health.slowdown", self.slowdown)
@@ -715,6 +725,9 @@ class Gpu:
             return {"version": 1, "total": total, "reserved": None, "used": used, "free": free}
 
         found: dict[str, Any] = self.nvml.first(second, first)
+        missing = f"gpu.{self.index}.memory.reserved"
+        if found["version"] == 1 and self.report.wants(missing):
+            self.report.unseen(missing, "this driver knows only version 1 of the call, which counts what the driver keeps as used")
         return found
 
     def mig(self, what: str) -> dict[str, Any]:
@@ -825,11 +838,16 @@ class Gpu:
         return {name: self.nvml.number(what, f"nvmlDeviceGet{function}", self.handle) for name, function in names.items()}
 
 
-def numa_node(sys_root: str, bus_id: str) -> int:
+def numa_node(sys_root: str, bus_id: str | None) -> int:
     """The NUMA node of a PCI slot. The kernel says -1 where firmware names none; on a machine of one node it is that one."""
-    node = int(read(f"{sys_root}/bus/pci/devices/{bus_id}/numa_node"))
+    if bus_id is None:
+        raise Told("its bus id was not seen")
+    try:
+        node = int(read(f"{sys_root}/bus/pci/devices/{bus_id}/numa_node"))
+    except OSError:
+        raise Told(f"sysfs does not show {bus_id}") from None
     if node < 0 and len(glob.glob(f"{sys_root}/devices/system/node/node[0-9]*")) > 1:
-        raise ValueError(f"the firmware names no node for {bus_id}")
+        raise Told(f"the firmware names no node for {bus_id}")
     return max(0, node)
 
 
@@ -849,7 +867,7 @@ def look_at_processes(report: Report, request: dict[str, Any]) -> None:
     taken = [int(name[5:]) for name in names if not (report.facts.get(name) or {}).get("free", True)]
     sockets = report.see("sockets", f"{roots['proc']}/net/tcp", sockets_of, roots["proc"], taken) if taken else None
     segments = report.see("segments", roots["shm"], own_segments, roots["shm"]) if "host" in request["parts"] else None
-    if report.wants("processes"):
+    if report.wants("processes") and ("processes" in request["parts"] or sockets or segments):
         pass_over(report, roots, sockets or {})
     if segments is not None and report.wants("shm.stale"):
         report.put("shm.stale", stale_segments(report, roots, segments))
@@ -1308,8 +1326,8 @@ def host_memory(proc: str, sys_root: str) -> dict[str, int | None]:
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
                 most, used = (int(read(f"{folder}/{name}")) for name in files)
                 droppable = dict(line.split() for line in read(f"{folder}/memory.stat").splitlines()).get(cache, 0)
-                if limit < total:
-                    rooms.append((limit, max(0, used - int(droppable))))
+                if most < total:
+                    rooms.append((most, max(0, used - int(droppable))))
     room = min(rooms, key=lambda room: room[0] - room[1], default=(None, None))
     return {"total": total, "available": available, "swap_free": swap, "cgroup_limit": room[0], "cgroup_used": room[1]}
 
@@ -1356,7 +1374,7 @@ def installed_torch() -> dict[str, str | None]:
         if os.path.isfile(path):
             found = dict(re.findall(r"""^(\w+)(?:\s*:[^=]*)?\s*=\s*['"]([^'"]*)['"]""", read(path), re.MULTILINE))
             return {"path": os.path.dirname(path), "version": found["__version__"], "cuda": found.get("cuda")}
-    raise FileNotFoundError(errno.ENOENT, f"there is none beside {sys.executable}")
+    raise Told(f"there is no PyTorch beside {sys.executable}")
 
 
 def disk(path: str) -> dict[str, Any]:
