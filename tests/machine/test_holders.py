@@ -112,7 +112,7 @@ def test_self() -> None:
             process(700, "ipykernel", ppid=600, fds=CUDA),
         ],
     )
-    assert [told(one) for one in found] == [(700, "self", 600, False), (800, "self", 500, False), (810, "self", 400, False)]
+    assert [told(one) for one in found] == [(700, "self", 600, True), (800, "self", 500, False), (810, "self", 400, False)]
     assert found[1].why == "pid 800 `draftproof` of alice, 2 h old, holds 500 MiB; it is the caller itself"
     assert found[2].why == "pid 810 `python3` of alice, 2 h old, holds 400 MiB; the caller started it"
 

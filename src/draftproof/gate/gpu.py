@@ -83,7 +83,7 @@ def _memory_of(look: Look, gpu: Gpu) -> Finding:
     if gpu.memory is None:
         why = snapshot.why_unseen(f"gpu.{gpu.index}.memory") or "the driver did not say"
         return unsure(name, f"GPU {gpu.index}: its memory could not be read: {why}.", _HUNG)
-    own = sum(holder.bytes or 0 for holder in look.holders if holder.gpu == gpu.index and holder.kind == "self")
+    own = sum(holder.bytes or 0 for holder in look.holders if holder.gpu == gpu.index and holder.kind == "self" and not holder.blocking)
     used = [max(0, sample - own) / MIB for sample in gpu.memory.used]
     spread = max(used) - min(used)
     if spread > STEADY_MIB:

@@ -52,18 +52,24 @@ class Machine:
 
     @cached_property
     def own(self) -> frozenset[int]:
-        """Pids of the probe, of all above it, and of what the caller started."""
+        """Pids of the probe, of the caller, and of what the caller started."""
         viewer = self.snapshot.viewer
         children: dict[int, list[int]] = defaultdict(list)
         for process in self.snapshot.by_pid.values():
             children[process.ppid].append(process.pid)
-        pids = {viewer.pid, *viewer.ancestors}
-        todo = [viewer.pid, *self._callers()]
+        callers = self._callers()
+        pids = {viewer.pid, *callers}
+        todo = [viewer.pid, *callers]
         while todo:
             for pid in children.pop(todo.pop(), ()):
                 pids.add(pid)
                 todo.append(pid)
         return frozenset(pids)
+
+    @cached_property
+    def above(self) -> frozenset[int]:
+        """Pids above the caller: a shell, a notebook, init. What they hold, the caller will not get."""
+        return frozenset(self.snapshot.viewer.ancestors) - self.own
 
     def _callers(self) -> list[int]:
         """The probe's parent, and the draftproofs directly above it.
@@ -124,7 +130,7 @@ class Machine:
             and "nvidia-uvm" in (process.device_fds or ())
             and not process.ended
             and process.pid not in self.computing
-            and process.pid not in self.own
+            and process.pid not in self.own | self.above
             and not is_system(process)
         ]
         return tuple(sorted(found, key=lambda process: (process.start_ticks, process.pid)))

@@ -21,7 +21,7 @@ from draftproof.machine.snapshot import MIB, Gpu, Process, Snapshot
 Kind = Literal["self", "ours", "mps", "container", "other_user", "system", "forked", "live", "dead", "driver", "fd_only"]
 """What a holder is; of several, the first in this order. `why` names them all.
 
-- self: the caller, what is above it, and what it started. ours: an engine that a record names.
+- self: the caller, what it started, and what is above it, which alone of these blocks. ours: an engine that a record names.
 - mps: the MPS server or a client of it. container: in a container or pid namespace other than the viewer's, or hidden by one.
 - other_user: another user's. system: a service, monitor or display server.
 - forked: not listed, but has the GPU open for CUDA, and there is memory whose owner is gone or missing.
@@ -178,7 +178,7 @@ def _holder(machine: Machine, gpu: Gpu, process: Process, part: _Part, main: str
         pid=process.pid,
         bytes=part.bytes,
         kind=kind,
-        blocking=part.blocking and kind != "self",
+        blocking=part.blocking and process.pid not in machine.own,
         why="; ".join([f"pid {process.pid} `{name}` of {user}, {age} old, {main}", *(one.clause for one in everything if one.clause)]),
         process=process,
         listed=part.listed,
@@ -190,7 +190,9 @@ def _traits(machine: Machine, gpu: Gpu, process: Process) -> dict[Kind, _Said]:
     """Who it is, whatever it does; the first is its kind."""
     viewer, snapshot = machine.snapshot.viewer, machine.snapshot
     traits: dict[Kind, _Said] = {}
-    if process.pid == viewer.pid or process.pid in viewer.ancestors:
+    if process.pid in machine.above:
+        traits["self"] = _Said("the caller runs below it", "above the caller")
+    elif process.pid == viewer.pid or process.pid in viewer.ancestors:
         traits["self"] = _Said("it is the caller itself", "the caller itself")
     elif process.pid in machine.own:
         traits["self"] = _Said("the caller started it", "started by the caller")

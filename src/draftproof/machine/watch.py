@@ -103,15 +103,19 @@ class Watch:
 def what_changed(before: Look, now: Look) -> str | None:
     """The sentence that ends a load, or None: a holder that was not there, or memory that others took since.
 
-    A look that fails is no cause: a driver is busy while it loads, and the gate after the load asks again.
+    A look that fails is no cause: a driver is busy while it loads. In a container, whose processes NVML may list by the
+    host's numbers or not at all, this run's own memory cannot be told from others': only processes that can be seen count.
     """
     if now.snapshot is None or before.snapshot is None:
         return None
+    tells_apart = now.snapshot.viewer.initial_namespace is True
     known = {(holder.gpu, holder.pid) for holder in before.holders}
     for holder in now.blockers:
-        if (holder.gpu, holder.pid) not in known and holder.kind not in ("driver", "dead"):
+        if (holder.gpu, holder.pid) in known or holder.kind in ("driver", "dead"):
+            continue
+        if tells_apart or holder.process is not None:
             return f"a new holder on GPU {holder.gpu}: {holder.why}"
-    for gpu in now.gpus:
+    for gpu in now.gpus if tells_apart else ():
         grown = _of_others(now, gpu.index) - _of_others(before, gpu.index)
         if grown > GROWTH_MIB * MIB:
             who = max((h for h in now.blockers if h.gpu == gpu.index), key=lambda h: h.bytes or 0, default=None)
@@ -124,7 +128,7 @@ def _of_others(look: Look, index: int) -> int:
     gpu = next((gpu for gpu in look.gpus if gpu.index == index), None)
     if gpu is None or gpu.memory is None:
         return 0
-    own = sum(holder.bytes or 0 for holder in look.holders if holder.gpu == index and holder.kind == "self")
+    own = sum(holder.bytes or 0 for holder in look.holders if holder.gpu == index and holder.kind == "self" and not holder.blocking)
     return max(0, min(gpu.memory.used) - own)
 
 
