@@ -28,7 +28,7 @@ from draftproof.machine.look import QUICK, Look, Needs, look_at
 from draftproof.machine.records import state_folder
 from draftproof.machine.remote import Reach
 from draftproof.machine.snapshot import MIB, Process, Snapshot
-from draftproof.machine.stop import SYSTEM_PROGRAMS, SYSTEM_UNITS
+from draftproof.machine.stop import never_stopped
 
 GRACE_S = 20.0
 """Between TERM and KILL. A busy engine takes up to 13 s to end by itself."""
@@ -171,7 +171,7 @@ def plan_host(look: Look, selection: Selection) -> HostPlan:
         if unit is not None:
             units.setdefault(unit.name, unit)
         for member in _group(process, snapshot, selected, unit, any_user=selection.any_user):
-            if member.pid not in protected and not _serves_everybody(member):
+            if member.pid not in protected and not never_stopped(member.comm, member.uid):
                 held = [other for other in holders if other.pid == member.pid]
                 targets.setdefault(member.pid, _target(member, held, process, unit))
     cgroups = _whole_cgroups(targets, snapshot, selection)
@@ -248,7 +248,7 @@ def _why_not(holder: Holder, snapshot: Snapshot, selection: Selection, protected
         return f"{holder.why}; it is an ancestor of this command", _REMEDIES["self"]
     if holder.kind == "mps" and process.comm.startswith("nvidia-cuda-mps"):
         return holder.why, _REMEDIES["mps"]
-    if _serves_everybody(process):
+    if never_stopped(process.comm, process.uid):
         return f"{holder.why}; such a process serves the whole machine", "Leave it, or stop its service by hand."
     named = _named_unit(process, selection)
     if selection.narrow and named is None and process.pid not in selected:
@@ -287,7 +287,7 @@ def _unit_of(process: Process, snapshot: Snapshot, selection: Selection, protect
     if process.unit is None or process.unit_scope is None or not process.unit.endswith(".service"):
         return None
     members = [other for other in snapshot.processes or () if other.unit == process.unit and other.unit_scope == process.unit_scope]
-    if SYSTEM_UNITS.fullmatch(process.unit) or any(member.pid in protected for member in members):
+    if never_stopped(process.unit) or any(member.pid in protected for member in members):
         return None
     return PlannedUnit(name=process.unit, scope=process.unit_scope, cgroup=process.cgroup, why=f"pid {process.pid} belongs to it")
 
@@ -314,11 +314,6 @@ def _selected(snapshot: Snapshot, selection: Selection) -> frozenset[int]:
         for process in everyone
         if process.session in selection.sessions or process.cgroup in selection.cgroups or process.pid in in_trees
     )
-
-
-def _serves_everybody(process: Process) -> bool:
-    """Whether it is a service of the system by name and owner, as `stop.py` sees it, too."""
-    return process.uid == 0 and process.comm.startswith(SYSTEM_PROGRAMS)
 
 
 def _descendants(root: int, everyone: Sequence[Process]) -> set[int]:

@@ -4,7 +4,7 @@
 
 One file, standard library only, Python 3.9 or newer: it is piped over ssh to machines on which nothing is installed.
 It prints one line of JSON between two sentinel lines and exits 0; `refused` says why nothing at all was done. It ends
-within twice the plan's deadline, `kill_wait_s` and 12 s.
+within twice the plan's deadline, `kill_wait_s` and 15 s.
 
 Why a recycled pid cannot be hit. A pidfd stands for a process, a pid for whoever has the number now. So the pidfd is
 opened first; then start time and uid are read under the number; then the pidfd is polled. If its process still lives,
@@ -47,7 +47,7 @@ BEGIN, END = "=====draftproof-begin=====", "=====draftproof-end====="
 MOST_BYTES = 8 * 2**20
 MOST_PID = 2**22
 LOOK_EVERY_S = 0.1
-FREEZE_S = 1.0
+FREEZE_S = 2.0
 CLIENT_S = 4.0
 """What `systemctl` and `docker` get beyond the deadline, and again to say how a unit is."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -139,8 +139,11 @@ def watch(job: Job, found: list[Found], seconds: float, outcome: str, number: in
         if now >= until or interrupted:
             return
         if now >= look_at:
-            for child in newborn(job, found):
-                child.send(number)
+            if born := gather(job, found, freeze=False):
+                for child in born:
+                    child.send(number)
+                for one in living(found):
+                    one.send(signal.SIGCONT)
             # On a machine with many processes a look takes a while: a tenth of the time at most goes there.
             look_at = time.monotonic() + max(LOOK_EVERY_S, 10 * (time.monotonic() - now))
 
@@ -237,8 +240,6 @@ def protection(seen: Seen, job: Job) -> str | None:
         return "it is a thread of the kernel"
     if seen.exe.startswith(SYSTEM_PROGRAMS) or never_stopped(seen.comm, seen.uid):
         return f"it is a service of the system, {seen.exe or seen.comm}"
-    if seen.session in job.keep_sessions:
-        return f"it belongs to session {seen.session}, from which this runs"
     return None
 
 
@@ -299,19 +300,23 @@ def child_of(parents: dict[int, Found], pid: int, job: Job) -> Found | None:
     return None
 
 
-def gather(job: Job, found: list[Found], *, freeze: bool) -> None:
-    """Find the children born since. Where there are any, or with `freeze`, all are held meanwhile until no new one is found."""
+def gather(job: Job, found: list[Found], *, freeze: bool) -> list[Found]:
+    """`newborn`; where there are any, or with `freeze`, all are held by SIGSTOP until all stand still and no new one is found."""
     until = time.monotonic() + FREEZE_S
-    fresh = newborn(job, found)
-    while (fresh or freeze) and time.monotonic() < until:
-        freeze = False
+    added = newborn(job, found)
+    quiet = not added and not freeze
+    while not quiet and time.monotonic() < until:
         for one in living(found):
             one.send(signal.SIGSTOP)
+        moving = living(found)
         held_by = time.monotonic() + LOOK_EVERY_S
-        for one in living(found):
-            while time.monotonic() < held_by and not ended(one.pidfd) and set(threads(job.proc, one.pid).values()) - set("TtZX"):
-                time.sleep(0.001)
+        while moving and time.monotonic() < held_by:
+            time.sleep(0.001)
+            moving = [one for one in moving if not ended(one.pidfd) and set(threads(job.proc, one.pid).values()) - set("TtZX")]
         fresh = newborn(job, found)
+        added += fresh
+        quiet = not fresh and not moving
+    return added
 
 
 def kill_whole(folder: str, found: Sequence[Found]) -> None:
@@ -542,7 +547,6 @@ class Job:
     cgroup: str
     kill_wait_s: float
     keep_pids: frozenset[int]
-    keep_sessions: frozenset[int]
     keep_cgroups: frozenset[str]
     """All three of what this runs in: itself and its ancestors."""
 
@@ -570,14 +574,17 @@ def read_job(argv: Sequence[str]) -> Job:
 
 
 def make_job(plan: dict[str, Any], made: float, proc: str, cgroup: str, kill_wait_s: float) -> Job:
-    """A job that spares the processes, sessions and control groups from which this runs."""
+    """A job that spares the processes from which this runs: a shell, an ssh session, init; and the units around them.
+
+    Not their sessions: a worker that outlived its server is in that of the shell from which it was started, often this one.
+    """
     above: dict[int, Seen] = {}
     pid = os.getpid()
     while pid > 0 and pid not in above and (seen := stat_of(proc, pid)):
         above[pid] = seen
         pid = seen.ppid
     groups = frozenset(path for pid in above if pid > 1 for path in cgroups_of(proc, pid))
-    return Job(plan, made, proc, cgroup, kill_wait_s, frozenset(above) | {1}, frozenset(seen.session for seen in above.values()), groups)
+    return Job(plan, made, proc, cgroup, kill_wait_s, frozenset(above) | {1}, groups)
 
 
 def unpack(argv: Sequence[str]) -> dict[str, Any]:
