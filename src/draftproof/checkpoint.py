@@ -125,7 +125,7 @@ class Checkpoint:
             return context, None
         chosen = self._given(plan) or (plan if self.freeing.confirm is not None and self.freeing.confirm(plan) else None)
         if chosen is None:
-            path = self.file.with_name(f"reclaim-{self.stage}.json")
+            path = self.out.parent / f"reclaim-{self.stage}.json"
             save(ReclaimPlan(hosts=(plan,)), path)
             return context, path
         self.freeing.announce(apply(chosen, Reach(), allowance_mib=self.recipe.gates.gpu_memory_mib))

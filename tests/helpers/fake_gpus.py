@@ -10,6 +10,7 @@ Holders are orphans in sessions of their own, so that nobody takes them for the 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -21,11 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).resolve().parents[1] / "fakes" / "nvml.c"
+PROBE = SOURCE.parents[2] / "src" / "draftproof" / "machine" / "probe.py"
 PYTHON = shutil.which("python3", path="/usr/bin") or os.path.realpath(sys.executable)
 """The system's, so that every user may run it."""
 MIB = 2**20
@@ -228,6 +231,20 @@ class FakeGpus:
         return pids
 
 
+def run_probe(python: str = PYTHON, *, uid: int | None = None, **request: Any) -> dict[str, Any]:
+    """What `probe.py` prints for a request, run as `remote.py` runs it; its sentinels, exit code and silence are checked here.
+
+    `samples` is 1 unless given, so that it does not sleep between them.
+    """
+    argument = base64.urlsafe_b64encode(zlib.compress(json.dumps({"samples": 1, **request}).encode())).decode()
+    ran = subprocess.run([python, "-I", "-", argument], input=PROBE.read_bytes(), capture_output=True, user=uid, group=uid, check=True)
+    assert ran.stderr == b""
+    begin, line, end, nothing = ran.stdout.split(b"\n")
+    assert (begin, end, nothing) == (b"=====draftproof-begin=====", b"=====draftproof-end=====", b"")
+    document: dict[str, Any] = json.loads(line)
+    return document
+
+
 def ended(pid: int) -> bool:
     """Whether a process has ended, a zombie included."""
     try:
@@ -246,6 +263,8 @@ def control_group(path: str) -> Iterator[Path]:
     try:
         yield made
     finally:
+        for pid in (made / "cgroup.procs").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
         for folder in (made, *made.parents):
             if folder == root or any(folder.glob("*/cgroup.procs")):
                 break
