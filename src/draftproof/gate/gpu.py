@@ -57,12 +57,11 @@ def gpu_model(look: Look) -> Finding:
     unnamed = [gpu.index for gpu in look.gpus if gpu.name is None]
     if unnamed:
         return unsure("gpu.model", f"GPU {_list(unnamed)} does not say what it is.", _HUNG)
-    models = {(gpu.name, gpu.memory.total if gpu.memory else None) for gpu in look.gpus}
-    if len(models) > 1:
-        names = "; ".join(sorted(f"{name}, {(total or 0) // MIB:,} MiB" for name, total in models))
-        return failed("gpu.model", f"The GPUs differ: {names}.", "Choose equal ones with machine.gpus.")
-    name, total = models.pop()
-    return passed("gpu.model", f"{len(look.gpus)} x {name}, {(total or 0) // MIB:,} MiB.")
+    totals = {gpu.memory.total // MIB for gpu in look.gpus if gpu.memory is not None}  # gpu.memory tells of the others
+    models = sorted({f"{gpu.name}, {gpu.memory.total // MIB:,} MiB" if gpu.memory else str(gpu.name) for gpu in look.gpus})
+    if len({gpu.name for gpu in look.gpus}) > 1 or len(totals) > 1:
+        return failed("gpu.model", f"The GPUs differ: {'; '.join(models)}.", "Choose equal ones with machine.gpus.")
+    return passed("gpu.model", f"{len(look.gpus)} x {models[-1]}.")
 
 
 def gpu_memory(look: Look) -> Finding:
