@@ -39,7 +39,7 @@ job = json.loads(os.environ["DRAFTPROOF_FAKE_JOB"])
 ready = open(job["ready"], "w")
 
 def start(pid):
-    return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[19]
+    return open(f"/proc/{pid}/stat", "rb").read().rpartition(b")")[2].split()[19].decode()
 
 def claim(listed, keepers):
     with open(job["file"], "a") as stream:
@@ -69,6 +69,8 @@ def hold():
         if job["uid"] is not None:
             os.setgid(job["uid"])
             os.setuid(job["uid"])
+            import ctypes
+            ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: what exec would do, or its owner could not see it
         tell(*( [os.getppid()] if job["how"] == "respawned" else [] ), os.getpid())
     time.sleep(600)
 
@@ -248,7 +250,7 @@ def run_probe(python: str = PYTHON, *, uid: int | None = None, **request: Any) -
 def ended(pid: int) -> bool:
     """Whether a process has ended, a zombie included."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X")
     except OSError:
         return True
 

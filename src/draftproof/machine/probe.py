@@ -1178,12 +1178,24 @@ def mask(words: list[str]) -> str:
             masked.append(f"{assigned[0]}***")
         else:
             following = word if re.fullmatch(r"--?[A-Za-z][\w.-]*", word) and is_secret(word) else ""
-            for pattern in NAMED:
-                word = pattern.sub(lambda found: f"{found[1]}{found[2]}***" if is_secret(found[1]) else found[0], word)
             for pattern in PLAIN:
                 word = pattern.sub(r"\1***", word)
+            for pattern in NAMED:
+                word = hide_named(pattern, word)
             masked.append(word)
     return " ".join(masked)
+
+
+def hide_named(pattern: re.Pattern[str], text: str) -> str:
+    """The text with *** for the values whose names say so. Within the other values it looks further: they may be whole URLs."""
+    shown, at = "", 0
+    while True:
+        found = pattern.search(text, at)
+        if found is None:
+            return shown + text[at:]
+        secret = is_secret(found[1])
+        shown += text[at : found.end(2)] + ("***" if secret else "")
+        at = found.end() if secret else found.end(2)
 
 
 def is_secret(name: str) -> bool:

@@ -1,0 +1,299 @@
+"""Drivers, disks and processes that hang, fail or crash: the probe ends in time, names the place, and sees everything else."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_gpus import MIB, FakeGpus, run_probe
+
+CALL_S, DEADLINE_S = 0.5, 3.0
+"""Half a second is long for a call of the fake, also on a machine that is busy with other tests."""
+
+INIT = ("nvmlInit_v2", "nvmlDeviceGetCount_v2")
+SYSTEM = {"nvmlSystemGetDriverVersion": "nvml.driver", "nvmlSystemGetCudaDriverVersion_v2": "nvml.cuda"}
+OF_A_GPU = {
+    "nvmlDeviceGetMemoryInfo_v2": "memory",
+    "nvmlDeviceGetMigMode": "mig",
+    "nvmlDeviceGetComputeRunningProcesses_v3": "processes",
+    "nvmlDeviceGetGraphicsRunningProcesses_v3": "processes",
+    "nvmlDeviceGetMPSComputeRunningProcesses_v3": "processes",
+    "nvmlDeviceGetUUID": "uuid",
+    "nvmlDeviceGetName": "name",
+    "nvmlDeviceGetMinorNumber": "minor",
+    "nvmlDeviceGetPciInfo_v3": "bus_id",
+    "nvmlDeviceGetCudaComputeCapability": "compute_capability",
+    "nvmlDeviceGetTemperature": "health.temperature_c",
+    "nvmlDeviceGetCurrentClocksEventReasons": "health.slowdown",
+    "nvmlDeviceGetTotalEccErrors": "health.ecc_uncorrected",
+    "nvmlDeviceGetRemappedRows": "health.remap_pending",
+    "nvmlDeviceGetFieldValues": "health.recovery_action",
+    "nvmlDeviceGetCurrPcieLinkWidth": "pcie",
+    "nvmlDeviceGetMaxPcieLinkGeneration": "pcie",
+    "nvmlDeviceGetComputeMode": "compute_mode",
+    "nvmlDeviceGetPersistenceMode": "persistence",
+}
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> Iterator[FakeGpus]:
+    with FakeGpus(tmp_path, count=3) as fake:
+        yield fake
+
+
+def look(gpus: FakeGpus, **request: Any) -> dict[str, Any]:
+    """The document of a look that must end in time."""
+    begun = time.monotonic()
+    document = run_probe(roots={**gpus.roots, **request.pop("roots", {})}, call_s=CALL_S, deadline_s=DEADLINE_S, **request)
+    assert document["seconds"] < DEADLINE_S + 0.5
+    assert time.monotonic() - begun < DEADLINE_S + 3.0  # with Python's start, on a busy machine
+    return document
+
+
+def told(document: dict[str, Any]) -> dict[str, str]:
+    return {entry["what"]: entry["why"] for entry in document["unseen"]}
+
+
+def value_of(gpu: dict[str, Any], name: str) -> Any:
+    """`health.slowdown` of a GPU."""
+    for word in name.split("."):
+        gpu = gpu[word]
+    return gpu
+
+
+@pytest.mark.parametrize("function", OF_A_GPU)
+def test_a_call_that_hangs_on_one_gpu(gpus: FakeGpus, function: str) -> None:
+    whole = look(gpus)
+    gpus.say(f"hang {function} 1 60")
+    document = look(gpus)
+    name = OF_A_GPU[function]
+    assert told(document)[f"gpu.1.{name}"] == f"{function} did not answer within 0.5 s"
+    assert value_of(document["gpus"][1], name) is None
+    assert [document["gpus"][0], document["gpus"][2]] == [whole["gpus"][0], whole["gpus"][2]]
+    assert document["links"] == whole["links"]
+    if name not in ("memory", "processes"):  # what matters most is asked first
+        assert document["gpus"][1]["memory"] == whole["gpus"][1]["memory"]
+        assert document["gpus"][1]["processes"] == []
+
+
+@pytest.mark.parametrize("function", ["nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetName", "nvmlDeviceGetPersistenceMode"])
+def test_a_call_that_hangs_on_every_gpu_is_not_asked_three_times(gpus: FakeGpus, function: str) -> None:
+    whole = look(gpus)
+    gpus.say(f"hang {function} -1 60")
+    document = look(gpus)
+    name = OF_A_GPU[function]
+    why = told(document)
+    assert why[f"gpu.0.{name}"] == why[f"gpu.1.{name}"] == f"{function} did not answer within 0.5 s"
+    assert why[f"gpu.2.{name}"] == f"{function} did not answer for two GPUs and was not asked again"
+    for index in range(3):
+        assert document["gpus"][index] == {**whole["gpus"][index], name: None}
+
+
+def test_a_gpu_on_which_everything_hangs(gpus: FakeGpus) -> None:
+    pid = gpus.holder([2], 5)
+    gpus.say(*(f"hang {function} 1 60" for function in OF_A_GPU), "hang nvmlDeviceGetP2PStatus 1 60")
+    document = look(gpus)
+    why = told(document)
+    assert why["gpu.1.memory"] == "nvmlDeviceGetMemoryInfo_v2 did not answer within 0.5 s"
+    assert why["gpu.1.uuid"] == why["links.0.1.read"] == "it was given up after nvmlDeviceGetMigMode did not answer either"
+    assert {name for name, value in document["gpus"][1].items() if value is not None} == {"index"}
+    assert document["gpus"][0]["memory"]["used"] == [0]
+    assert document["gpus"][2]["processes"] == [{"pid": pid, "kind": "compute", "bytes": 5 * MIB}]
+    assert [link["read"] for link in document["links"] if 1 not in (link["from"], link["to"])] == ["ok", "ok"]
+
+
+def test_a_gpu_whose_handle_hangs(gpus: FakeGpus) -> None:
+    gpus.say("hang nvmlDeviceGetHandleByIndex_v2 0 60")
+    document = look(gpus)
+    assert told(document)["gpu.0.memory"] == told(document)["gpu.0"] == "nvmlDeviceGetHandleByIndex_v2 did not answer within 0.5 s"
+    assert [gpu["memory"] is None for gpu in document["gpus"]] == [True, False, False]
+
+
+@pytest.mark.parametrize("function", INIT)
+def test_a_driver_that_does_not_start(gpus: FakeGpus, function: str) -> None:
+    gpus.say(f"hang {function} -1 60")
+    pid = gpus.holder([0], 5)
+    document = look(gpus)
+    assert next(why for what, why in told(document).items() if what.startswith("nvml")) == f"{function} did not answer within 0.5 s"
+    assert document["gpus"] == []
+    assert pid in [process["pid"] for process in document["processes"]]  # it has the devices open
+    assert document["host_memory"] is not None
+
+
+@pytest.mark.parametrize("function", SYSTEM)
+def test_a_version_that_does_not_come(gpus: FakeGpus, function: str) -> None:
+    gpus.say(f"hang {function} -1 60")
+    document = look(gpus)
+    assert told(document)[SYSTEM[function]] == f"{function} did not answer within 0.5 s"
+    assert [gpu["memory"]["used"] for gpu in document["gpus"]] == [[0], [0], [0]]
+
+
+@pytest.mark.parametrize("function", ["nvmlDeviceGetP2PStatus", "nvmlDeviceGetTopologyCommonAncestor"])
+def test_links_that_hang(gpus: FakeGpus, function: str) -> None:
+    gpus.say(f"hang {function} -1 60")
+    document = look(gpus)
+    asked = "read" if function.endswith("P2PStatus") else "ancestor"
+    other = "ancestor" if asked == "read" else "read"
+    assert told(document)[f"links.0.1.{asked}"] == f"{function} did not answer within 0.5 s"
+    assert {link[asked] for link in document["links"]} == {None}
+    assert {link[other] for link in document["links"]} == {"ok" if other == "read" else "hostbridge"}
+    assert [gpu["memory"]["used"] for gpu in document["gpus"]] == [[0], [0], [0]]
+
+
+def test_a_driver_that_crashes(gpus: FakeGpus) -> None:
+    gpus.say("crash nvmlDeviceGetRemappedRows 1 0")
+    document = look(gpus)
+    assert told(document)["gpu.1.health.remap_pending"] == "nvmlDeviceGetRemappedRows ended the look with SIGABRT"
+    assert document["gpus"][1]["health"]["ecc_uncorrected"] == 0
+    assert document["gpus"][1]["memory"]["used"] == [0]
+    assert document["gpus"][2]["health"]["remap_pending"] is False
+
+
+@pytest.mark.parametrize(("code", "name"), [(4, "NO_PERMISSION"), (15, "GPU_IS_LOST"), (16, "RESET_REQUIRED"), (777, "777")])
+def test_calls_that_fail_say_how(gpus: FakeGpus, code: int, name: str) -> None:
+    gpus.say(*(f"fail {function} 1 {code}" for function in OF_A_GPU))
+    document = look(gpus)
+    for function, what in OF_A_GPU.items():
+        if "Graphics" not in function and "MPS" not in function and "MaxPcie" not in function:  # the first of several is named
+            assert told(document)[f"gpu.1.{what}"] == f"{function} returned {name}"
+    assert {key for key, value in document["gpus"][1].items() if value is not None} == {"index"}
+    assert document["gpus"][2]["health"]["temperature_c"] == 31
+
+
+def test_a_list_that_fails_is_not_an_empty_list(gpus: FakeGpus) -> None:
+    gpus.say("fail nvmlDeviceGetMPSComputeRunningProcesses_v3 0 999", "fail nvmlDeviceGetGraphicsRunningProcesses_v3 1 3")
+    document = look(gpus)
+    assert document["gpus"][0]["processes"] == []
+    assert told(document)["gpu.0.processes.mps"] == "nvmlDeviceGetMPSComputeRunningProcesses_v3 returned UNKNOWN"
+    assert not [what for what in told(document) if what.startswith("gpu.1")]  # a GPU that cannot draw has nobody drawing
+
+
+def test_a_call_that_starts_to_hang_between_samples(gpus: FakeGpus) -> None:
+    """The list of processes stays the first one; `unseen` says that it is not the latest."""
+    pid = gpus.holder([1], 7)
+    with subprocess.Popen(["sh", "-c", f"sleep 0.6; echo 'hang nvmlDeviceGetMemoryInfo_v2 1 60' >> {gpus.library}.txt"]) as _:
+        document = look(gpus, samples=20, interval_s=0.1)
+    used = document["gpus"][1]["memory"]["used"]
+    assert used
+    assert set(used) == {7 * MIB}
+    assert document["gpus"][1]["processes"][0]["pid"] == pid
+
+
+def test_no_time_at_all(gpus: FakeGpus) -> None:
+    begun = time.monotonic()
+    document = run_probe(roots=gpus.roots, deadline_s=0)
+    assert time.monotonic() - begun < 2
+    assert document["gpus"] == []
+    assert document["processes"] is None
+    assert told(document)["processes"] == "it was not reached within 0 s"
+    assert "nvml.count" in told(document)
+
+
+def test_a_child_that_is_stuck_is_not_waited_for(gpus: FakeGpus) -> None:
+    """Nothing of the probe is left that keeps the asker's pipes open, or runs on."""
+    gpus.say("hang nvmlDeviceGetName -1 60")
+    look(gpus)
+    leftovers = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(gpus.library) in (folder / "maps").read_text():
+                leftovers.append(folder.name)
+    assert leftovers == []
+
+
+# Disks and processes
+
+
+@contextlib.contextmanager
+def dead_mount(folder: Path) -> Iterator[None]:
+    """A file system whose server never answers, as NFS after its server died."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fuse = os.open("/dev/fuse", os.O_RDWR)
+    try:
+        options = f"fd={fuse},rootmode=40000,user_id=0,group_id=0".encode()
+        if libc.mount(b"dead", os.fsencode(folder), b"fuse", 0, options):
+            raise OSError(ctypes.get_errno(), "mount")
+        try:
+            yield
+        finally:
+            libc.umount2(os.fsencode(folder), 2)
+    finally:
+        os.close(fuse)
+
+
+def _may_mount() -> bool:
+    return os.getuid() == 0 and os.access("/dev/fuse", os.W_OK)
+
+
+@pytest.mark.skipif(not _may_mount(), reason="needs root and FUSE")
+def test_a_dead_mount(gpus: FakeGpus, tmp_path: Path) -> None:
+    dead = tmp_path / "dead"
+    dead.mkdir()
+    with dead_mount(dead):
+        document = look(gpus, paths=["/", str(dead), str(tmp_path), str(dead / "below")])
+    assert [disk["path"] for disk in document["disks"]] == ["/", str(tmp_path)]
+    assert told(document)[f"disk.{dead}"] == f"statvfs of {dead} did not answer within 0.5 s"
+    assert told(document)[f"disk.{dead}/below"] == f"statvfs of {dead}/below did not answer within 0.5 s"
+    assert [gpu["memory"]["used"] for gpu in document["gpus"]] == [[0], [0], [0]]
+
+
+def fixture_process(proc: Path, pid: int, name: str = "python3", **files: str) -> Path:
+    """/proc/PID as the kernel writes it, of a child of init with nvidia0 open."""
+    folder = proc / str(pid)
+    (folder / "fd").mkdir(parents=True)
+    (folder / "ns").mkdir()
+    (folder / "ns" / "pid").symlink_to("pid:[4026531836]")
+    numbers = f"1 {pid} {pid} 0 -1 4194560 0 0 0 0 0 0 0 0 20 0 1 0 4242 1000 50"
+    (folder / "stat").write_text(f"{pid} ({name}) S {numbers} 0 0\n")
+    (folder / "status").write_text("Name:\tx\nUid:\t0\t0\t0\t0\n")
+    for file, text in {"cgroup": "0::/\n", "cmdline": "python3\0serve.py\0", "environ": "", "maps": "", **files}.items():
+        (folder / file).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("file", ["cmdline", "stat", "status", "cgroup"])
+def test_a_process_whose_files_hang(gpus: FakeGpus, tmp_path: Path, file: str) -> None:
+    """A pipe that nobody writes to stands for a file of /proc whose process holds its own locks."""
+    proc = tmp_path / "proc"
+    for pid in (10, 11, 12):
+        folder = fixture_process(proc, pid)
+        (folder / "fd" / "5").symlink_to(gpus.dev / "nvidia0")
+    (proc / "11" / file).unlink()
+    os.mkfifo(proc / "11" / file)
+    document = look(gpus, roots={"proc": str(proc)})
+    processes = {process["pid"]: process for process in document["processes"]}
+    assert processes[10]["command"] == processes[12]["command"] == "python3 serve.py"
+    if file == "cmdline":
+        assert told(document)["process.11.command"] == f"{proc}/11/cmdline did not answer within 0.5 s"
+        assert processes[11]["device_fds"] == ["nvidia0"]
+        assert processes[11]["command"] == ""
+    else:
+        assert re.fullmatch(rf"{proc}/11 did not answer within 0\.\d+ s", told(document)["process.11"])
+        assert 11 not in processes
+
+
+def test_engines_whose_environment_hangs(gpus: FakeGpus, tmp_path: Path) -> None:
+    proc, records = tmp_path / "proc", tmp_path / "records"
+    records.mkdir()
+    (records / "a.json").write_text('{"token": "abc", "boot_id": "boot", "what": "vLLM", "run": "/runs/one"}')
+    for pid in (10, 11, 12):
+        fixture_process(proc, pid, environ="A=1\0DRAFTPROOF_ENGINE=abc\0")
+    (proc / "sys" / "kernel" / "random").mkdir(parents=True)
+    (proc / "sys" / "kernel" / "random" / "boot_id").write_text("boot\n")
+    (proc / "11" / "environ").unlink()
+    os.mkfifo(proc / "11" / "environ")
+    document = look(gpus, roots={"proc": str(proc), "records": str(records)})
+    assert [(process["pid"], process["engine"]) for process in document["processes"]] == [
+        (10, {"what": "vLLM", "run": "/runs/one"}),
+        (12, {"what": "vLLM", "run": "/runs/one"}),
+    ]
+    assert told(document)["process.11.engine"] == f"{proc}/11/environ did not answer within 0.5 s"
