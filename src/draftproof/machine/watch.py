@@ -11,9 +11,10 @@ suffices raises LoadTurnedBad in the main thread, by a signal, so that also a wa
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
 
@@ -83,13 +84,13 @@ class Watch:
             return
 
     def _look(self) -> str | None:
-        needed, process = self.before.needs.host_bytes, psutil.Process()
+        needed = self.before.needs.host_bytes
         if needed is not None:
-            room = psutil.virtual_memory().available + process.memory_info().rss
-            if room < needed / 2:
-                return (
-                    f"host memory shrank: {room / MIB:,.0f} MiB for this run, about {needed / MIB:,.0f} MiB expected{_largest(process.pid)}"
-                )
+            own = _own_memory()
+            room = psutil.virtual_memory().available + sum(own.values())
+            if room < needed / 2:  # the same border as of the check host.memory
+                told = f"{room / MIB:,.0f} MiB for this run, about {needed / MIB:,.0f} MiB expected"
+                return f"host memory shrank: {told}{_largest(own)}"
         if self.before.needs.gpus == ():
             return None
         now = look_at([self.before.reach], self.before.needs, parts=QUICK, samples=1)[0]
@@ -132,12 +133,21 @@ def _of_others(look: Look, index: int) -> int:
     return max(0, min(gpu.memory.used) - own)
 
 
-def _largest(own: int) -> str:
-    """Who uses most of the host's memory, this process aside."""
+def _own_memory() -> dict[int, int]:
+    """Resident bytes of this process and all below it, by pid."""
+    sizes = {}
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            sizes[process.pid] = process.memory_info().rss
+    return sizes
+
+
+def _largest(own: Collection[int]) -> str:
+    """Who else uses most of the host's memory."""
     sizes = [
         (process.info["memory_info"].rss, process.info["pid"], process.info["name"])
         for process in psutil.process_iter(["pid", "name", "memory_info"])
-        if process.info["memory_info"] is not None and process.info["pid"] != own
+        if process.info["memory_info"] is not None and process.info["pid"] not in own
     ]
     if not sizes:
         return ""
