@@ -54,10 +54,9 @@ def test_a_holder_that_was_waived_before_may_stay_but_not_grow() -> None:
 
 
 def test_memory_that_nobody_shows() -> None:
-    assert (
-        what_changed(QUIET, look(4400, [listed(800, 4000)]))
-        == "others took 400 MiB on GPU 0: 400 MiB are in use that no process owns: the driver holds them, unless it is the caller itself, which has the GPU open"
-    )
+    cause = what_changed(QUIET, look(4400, [listed(800, 4000)]))
+    assert cause is not None
+    assert cause.startswith("others took 400 MiB on GPU 0: 400 MiB are in use that no process owns: the driver holds them")
 
 
 def test_a_look_that_fails_is_no_cause() -> None:
