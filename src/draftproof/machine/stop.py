@@ -312,11 +312,16 @@ def gather(job: Job, found: list[Found], *, freeze: bool) -> list[Found]:
         held_by = time.monotonic() + LOOK_EVERY_S
         while moving and time.monotonic() < held_by:
             time.sleep(0.001)
-            moving = [one for one in moving if not ended(one.pidfd) and set(threads(job.proc, one.pid).values()) - set("TtZX")]
+            moving = [one for one in moving if moves(job, one, still="TtZX")]
         fresh = newborn(job, found)
         added += fresh
-        quiet = not fresh and not moving
+        quiet = not fresh and not any(moves(job, one, still="TtZXD") for one in moving)  # one in state D may stay so for ever
     return added
+
+
+def moves(job: Job, one: Found, *, still: str) -> bool:
+    """Whether a process lives and has a thread in none of these states."""
+    return not ended(one.pidfd) and not set(threads(job.proc, one.pid).values()) <= set(still)
 
 
 def kill_whole(folder: str, found: Sequence[Found]) -> None:
