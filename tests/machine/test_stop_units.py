@@ -124,7 +124,7 @@ def test_what_outlives_its_unit_is_signalled_then(machine: Machine, family: Fami
 @pytest.mark.parametrize(
     ("behaviour", "sentence"),
     [
-        ("resists", "is-active: active; stop: Job for vllm.service canceled."),
+        ("resists", "is-active: active; stop: Job for [31mvllm.service canceled."),
         ("asks", "is-active: active; stop: Failed to stop vllm.service: Interactive authentication required."),
     ],
 )
@@ -318,6 +318,20 @@ def test_units_of_one_name_of_two_users(machine: Machine, family: Family) -> Non
         "systemctl --user --machine=nobody@.host is-active -- vllm.service",
     ]
     assert of_root.poll() is None
+
+
+@needs_root
+def test_a_unit_of_a_user_without_a_name_is_not_taken_for_ours(machine: Machine, family: Family) -> None:
+    uid = 54321
+    group = f"/user.slice/user-{uid}.slice/user@{uid}.service/app.slice/vllm.service"
+    child = family.start(SLEEP, user=uid)
+    machine.put(child.pid, group)
+    machine.unit("vllm.service", "stops", child.pid)
+    made = plan(target(child.pid, unit="vllm.service", user="54321"), units=[unit("vllm.service", "user", group)], any_user=True)
+    said = stop(made, env=machine.env, roots=machine.roots)
+    assert said["units"][0]["detail"] == "uid 54321 has no name, so its manager cannot be asked"
+    assert outcomes(said) == {child.pid: "left"}
+    assert machine.calls == []
 
 
 @needs_root

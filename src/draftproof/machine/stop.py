@@ -184,7 +184,7 @@ class Found:
     def said(self) -> dict[str, Any]:
         born = f"born of {self.born_of} since the plan" if self.born_of is not None else ""
         detail = "; ".join(filter(None, (born, self.detail)))
-        return {"pid": self.pid, "outcome": self.outcome, "detail": detail, "seconds": round(self.seconds, 3)}
+        return {"pid": self.pid, "outcome": self.outcome, "detail": plain(detail), "seconds": round(self.seconds, 3)}
 
 
 def living(found: Sequence[Found]) -> list[Found]:
@@ -345,6 +345,8 @@ def stop_units(job: Job, found: list[Found], interrupted: Sequence[int]) -> list
 
     def stop(unit: dict[str, Any]) -> tuple[str, str]:
         members = [one for one in found if one.unit is not None and units[one.unit] is unit]
+        if interrupted:
+            return "left", "interrupted"
         return reason_to_keep(unit, members, job) or stop_unit(unit, living(members)[0].uid, job, interrupted)
 
     with ThreadPoolExecutor(len(units) or 1) as pool:
@@ -383,8 +385,10 @@ def stop_unit(unit: dict[str, Any], owner: int, job: Job, interrupted: Sequence[
     if tool in ("system", "user"):
         client = ["systemctl"] if tool == "system" else ["systemctl", "--user"]
         if tool == "user" and owner != os.getuid():
-            with contextlib.suppress(KeyError):
+            try:
                 client.append(f"--machine={pwd.getpwuid(owner).pw_name}@.host")
+            except KeyError:  # without it, a unit of ours would be stopped
+                return "left", f"uid {owner} has no name, so its manager cannot be asked"
         stop = [*client, "stop", "--no-ask-password", "--job-mode=replace", "--", name]
         ask = [*client, "is-active", "--", name]
     else:
@@ -413,9 +417,14 @@ def run(command: Sequence[str], seconds: float, interrupted: Sequence[int]) -> l
                     return ["interrupted" if interrupted else f"no answer within {seconds:g} s"]
                 time.sleep(0.01)
             lines = os.pread(output.fileno(), 2**16, 0).decode(errors="replace").split("\n")
-            return [line.strip()[:300] for line in lines if line.strip()]
+            return [plain(line)[:300] for line in lines if plain(line)]
     except OSError as error:
         return [f"{command[0]}: {error.strerror}"]
+
+
+def plain(text: str) -> str:
+    """Without what would move a terminal's cursor or change its colours: programs and users choose these words."""
+    return "".join(filter(str.isprintable, text)).strip()
 
 
 def in_unit(paths: frozenset[str], unit: dict[str, Any]) -> bool:
@@ -437,6 +446,7 @@ def unit_of(target: dict[str, Any], units: Sequence[dict[str, Any]]) -> int | No
 
 
 def within(path: str, folder: str | None) -> bool:
+    """Whether a control group is this one or below it."""
     return folder is not None and (path + "/").startswith(folder.rstrip("/") + "/")
 
 
@@ -487,6 +497,7 @@ def stat_of(proc: str, pid: int | str) -> Seen | None:
 
 
 def read(path: str) -> bytes | None:
+    """A file of /proc; None where there is none to be had."""
     try:
         with open(path, "rb") as stream:
             return stream.read()
@@ -495,6 +506,7 @@ def read(path: str) -> bytes | None:
 
 
 def numbers(folder: str) -> list[int]:
+    """The processes of /proc, or the threads of a process."""
     return [int(name) for name in os.listdir(folder) if name.isdigit()]
 
 
@@ -516,6 +528,7 @@ def stuck(job: Job, pid: int) -> str:
 
 
 def zombie(job: Job, one: Found) -> str:
+    """A sentence if that is what is left of it."""
     seen = stat_of(job.proc, one.pid)
     if seen is not None and seen.start_ticks == one.start_ticks and seen.state in "ZX":
         return f"a zombie: it holds nothing, but its parent {seen.ppid} has not taken note of its end"
