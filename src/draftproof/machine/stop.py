@@ -461,7 +461,6 @@ class Seen:
     comm: str
     state: str
     ppid: int
-    session: int
     kernel: bool
     start_ticks: int
     uid: int = -1
@@ -493,7 +492,7 @@ def stat_of(proc: str, pid: int | str) -> Seen | None:
     comm, _, rest = rest.rpartition(b") ")  # the name may hold anything, brackets too
     words = rest.decode().split()
     kernel = bool(int(words[6]) & KERNEL_THREAD)
-    return Seen(int(number), comm.decode(errors="replace"), words[0], int(words[1]), int(words[3]), kernel, int(words[19]))
+    return Seen(int(number), comm.decode(errors="replace"), words[0], int(words[1]), kernel, int(words[19]))
 
 
 def read(path: str) -> bytes | None:
@@ -566,7 +565,7 @@ class Job:
     kill_wait_s: float
     keep_pids: frozenset[int]
     keep_cgroups: frozenset[str]
-    """All three of what this runs in: itself and its ancestors."""
+    """Those that this runs in: its own and its ancestors'."""
 
 
 def read_job(argv: Sequence[str]) -> Job:
