@@ -180,7 +180,7 @@ def plan_host(look: Look, selection: Selection) -> HostPlan:
         address=look.reach.host,
         boot_id=snapshot.boot_id,
         pid_namespace=snapshot.pid_namespace,
-        made=datetime.now(UTC).isoformat(timespec="seconds"),
+        made=_moment(snapshot.time),
         uid=snapshot.viewer.uid,
         any_user=selection.any_user,
         gpus=tuple(gpu.index for gpu in look.gpus),
@@ -237,6 +237,15 @@ _REMEDIES = {
     "driver": "No process owns it: a reset of the GPU or a reboot frees it, which is for a person to decide.",
     "self": "It belongs to this command's own ancestors, which are never stopped; end it by hand.",
 }
+
+
+def _moment(seconds: float) -> str:
+    """ISO time. By the host's own clock, since that tells which children were born after it."""
+    return datetime.fromtimestamp(min(max(seconds, 0.0), _YEAR_9999), UTC).isoformat()
+
+
+_YEAR_9999 = 253_402_300_799.0
+"""The last second that has an ISO date; a host may send any number."""
 
 
 def _why_not(holder: Holder, snapshot: Snapshot, selection: Selection, protected: Set[int], selected: Set[int]) -> tuple[str, str] | None:
