@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from draftproof.machine.probe import Child
 from fake_gpus import MIB, FakeGpus, run_probe
 
 CALL_S, DEADLINE_S = 0.5, 3.0
@@ -208,6 +210,28 @@ def test_a_child_that_is_stuck_is_not_waited_for(gpus: FakeGpus) -> None:
             if str(gpus.library) in (folder / "maps").read_text():
                 leftovers.append(folder.name)
     assert leftovers == []
+
+
+def test_where_a_child_stands_is_never_read_half_written() -> None:
+    """A time that was written byte by byte is read wrong once in a hundred times, and then looks like a stall."""
+    child = Child(lambda report: None, ())
+    child.prepare()
+    pid = os.fork()
+    if not pid:
+        while True:
+            child.stand("gpu.3.memory", "nvmlDeviceGetMemoryInfo_v2")
+    try:
+        until = time.monotonic() + 1
+        ages = []
+        while time.monotonic() < until:
+            since = child.since()
+            ages.append(time.monotonic() - since)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert len(ages) > 10_000
+    assert min(ages) > -0.01
+    assert max(ages) < 1
 
 
 # Disks and processes
