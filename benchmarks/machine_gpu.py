@@ -4,7 +4,9 @@
 
 Needs one NVIDIA GPU that nobody uses, and nothing but CUDA's driver. Three kinds of holders are real CUDA processes of
 this script: a live one, a forked child of a killed parent, and one that ignores SIGTERM. Each is looked at, planned,
-stopped and verified in the way of `draftproof reclaim`; then `draftproof check` is timed against `nvidia-smi`.
+stopped and verified in the way of `draftproof reclaim`; then `draftproof check` is timed against `nvidia-smi`. Last, this
+process loads memory itself, as a target would be, under the watch: alone, which must not end it, and with a holder that
+comes in the middle, which must.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from draftproof.machine.apply import apply
 from draftproof.machine.look import QUICK, Look, Needs, look_at
 from draftproof.machine.reclaim import Selection, plan_host
 from draftproof.machine.remote import Reach
+from draftproof.machine.watch import LoadTurnedBad, Watch
 
 MIB = 2**20
 HELD_MIB = 2048
@@ -108,6 +111,9 @@ def main() -> None:
         )
     figures["check"] = taken
     console.print(times)
+    figures["watch"] = [load(intruder) for intruder in (False, True)]
+    for watched in figures["watch"]:
+        console.print(f"load of {watched['mib']:,} MiB {'with' if watched['intruder'] else 'without'} an intruder: {watched['ended']}")
     if options.out is not None:
         options.out.write_text(json.dumps(figures, indent=1))
 
@@ -145,6 +151,37 @@ def reclaim(how: str, kind: str) -> dict[str, Any]:
         for pid in {parent, holder}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def load(intruder: bool) -> dict[str, Any]:
+    """Take a GiB of the GPU every 0.2 s under the watch; after 3 s somebody else comes, or nobody does."""
+    import torch
+
+    chunks: list[torch.Tensor] = [torch.zeros(1, device="cuda")]
+    watch = Watch(look(), every_s=1.0, give_up=lambda cause: os._exit(1))
+    watch.start()
+    began, came, other = time.monotonic(), None, None
+    try:
+        while time.monotonic() - began < 10:
+            chunks.append(torch.empty(2**30, dtype=torch.uint8, device="cuda"))
+            if intruder and other is None and time.monotonic() - began > 3:
+                with tempfile.TemporaryDirectory() as folder:
+                    ready = Path(folder, "ready")
+                    subprocess.run(["setsid", "--fork", sys.executable, "-c", HOLDER, str(HELD_MIB), "live", str(ready)], check=True)
+                    wait_for(ready.exists)
+                    other, came = int(ready.read_text().split()[1]), time.monotonic()
+            time.sleep(0.2)
+        ended = "not ended"
+    except LoadTurnedBad as bad:
+        ended = f"ended {time.monotonic() - (came or began):.2f} s after the intruder held its memory: {bad}"
+    finally:
+        watch.stop()
+        if other is not None:
+            os.kill(other, signal.SIGKILL)
+    mib = len(chunks) * 1024
+    chunks.clear()
+    torch.cuda.empty_cache()
+    return {"intruder": intruder, "mib": mib, "ended": ended}
 
 
 def look() -> Look:
