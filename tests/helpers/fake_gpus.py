@@ -67,9 +67,9 @@ def hold():
         if job["bytes"] is not None:
             claim(os.getpid() if job["listed"] else 0, [os.getpid()])
         if job["uid"] is not None:
+            import ctypes  # while the standard library may be read: it need not lie where everybody may go
             os.setgid(job["uid"])
             os.setuid(job["uid"])
-            import ctypes
             ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: what exec would do, or its owner could not see it
         tell(*( [os.getppid()] if job["how"] == "respawned" else [] ), os.getpid())
     time.sleep(600)
