@@ -15,6 +15,7 @@
  *
  * Compiled with -DOLD it lacks what drivers before branch 510 lack: memory version 2 and the newer process lists. With -DWIDE its
  * lists of version 3 have the lines of drivers 535.43 to 535.86. With -DNAME=hidden it lacks the function NAME.
+ * With -DLOUD it writes to stdout and stderr, as some builds of drivers do.
  * Layouts and numbers are those of NVIDIA's nvml.h.
  */
 #define _GNU_SOURCE
@@ -152,6 +153,10 @@ static int fault(const char *function, int gpu)  /* what the file says must go w
 static int index_of(void *device) { return (int)((long)device & 255) - 1; }
 static int instance_of(void *device) { return (int)((long)device >> 8) - 1; }
 #define CHECK(gpu) do { int code_ = fault(__func__, gpu); if (code_) return code_; } while (0)
+
+#ifdef LOUD
+__attribute__((constructor)) static void loud(void) { dprintf(1, "NVML says hello\n"); dprintf(2, "and again\n"); }
+#endif
 
 int nvmlInit_v2(void)
 {

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from draftproof.machine import probe, snapshot
 from draftproof.machine.probe import Child
 from fake_gpus import MIB, FakeGpus, run_probe
 
@@ -190,6 +191,11 @@ def test_a_call_that_starts_to_hang_between_samples(gpus: FakeGpus) -> None:
     assert document["gpus"][1]["processes"][0]["pid"] == pid
 
 
+def test_a_driver_that_writes_to_stdout(tmp_path: Path) -> None:
+    with FakeGpus(tmp_path, count=1, flags=["-DLOUD"]) as gpus:
+        assert look(gpus)["gpus"][0]["memory"]["used"] == [0]  # run_probe has checked what was printed
+
+
 def test_no_time_at_all(gpus: FakeGpus) -> None:
     begun = time.monotonic()
     document = run_probe(roots=gpus.roots, deadline_s=0)
@@ -303,6 +309,39 @@ def test_a_process_whose_files_hang(gpus: FakeGpus, tmp_path: Path, file: str) -
     else:
         assert re.fullmatch(rf"{proc}/11 did not answer within 0\.\d+ s", told(document)["process.11"])
         assert 11 not in processes
+
+
+@pytest.mark.parametrize("function", ["nvmlInit_v2", "nvmlDeviceGetMemoryInfo_v2"])
+def test_everything_hangs_at_once(gpus: FakeGpus, tmp_path: Path, function: str) -> None:
+    proc = tmp_path / "proc"
+    for pid in range(10, 30):
+        folder = fixture_process(proc, pid)
+        for file in ("stat", "status", "cgroup", "cmdline", "maps", "environ"):
+            (folder / file).unlink()
+            os.mkfifo(folder / file)
+    for file in ("meminfo", "mounts"):
+        os.mkfifo(proc / file)
+    gpus.say(f"hang {function} -1 60")
+    document = look(gpus, roots={"proc": str(proc)}, paths=["/"])
+    why = told(document)
+    assert why["host_memory"] == f"{proc}/meminfo did not answer within 0.5 s"
+    assert document["disks"][0]["path"] == "/"
+    assert document["processes"] is None
+    assert {"processes", "nvml" if function == "nvmlInit_v2" else "gpu.0.memory"} <= set(why)
+
+
+def test_a_fault_of_the_probe_itself_still_gives_a_document(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(*_: object) -> dict[str, Any]:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(probe, "look", broken)
+    assert probe.main([]) == 0
+    begin, line, end = capsys.readouterr().out.splitlines()
+    assert (begin, end) == (probe.BEGIN, probe.END)
+    seen = snapshot.parse(line)
+    assert seen.why_unseen("probe") == "the probe failed: ZeroDivisionError of ours"
+    assert seen.why_unseen("nvml") is not None
+    assert seen.processes is None
 
 
 def test_engines_whose_environment_hangs(gpus: FakeGpus, tmp_path: Path) -> None:

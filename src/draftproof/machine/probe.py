@@ -374,7 +374,9 @@ class Child:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.pid = 0
-                return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
+                names = {one.value: one.name for one in signal.Signals}
+                number = os.WTERMSIG(status)
+                return names.get(number, f"signal {number}") if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
             time.sleep(0.002)
         return "no word"
 
@@ -881,6 +883,7 @@ def pass_over(report: Report, roots: dict[str, Any], sockets: dict[str, int]) ->
     """The fact `processes`: [pid, parent, open device files or None if they may not be read] of all but kernel threads and us."""
     proc, dev, shm = roots["proc"], os.path.realpath(roots["dev"]) + "/", os.path.realpath(roots["shm"]) + "/"
     table, segments = [], set()
+    report.stand("processes", proc)
     for pid in numbered(proc):
         if not report.wants(f"process.{pid}"):
             continue
@@ -934,6 +937,7 @@ def look_closer(report: Report, request: dict[str, Any], chosen: list[int], boot
     if "processes" not in request["parts"]:
         return
     proc, dev = request["roots"]["proc"], os.path.realpath(request["roots"]["dev"]) + "/"
+    report.stand("processes.hidden", f"{proc}/mounts")
     hidden = hides_processes(proc)
     for pid in chosen:
         describe(report, proc, dev, pid, booted, hidden)
