@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from draftproof.errors import DraftproofError, Refused
 from draftproof.machine.holders import Holder
 from draftproof.machine.look import QUICK, TRAVEL_S, Look, Needs, look_at
-from draftproof.machine.reclaim import HostPlan, ReclaimPlan, Target
+from draftproof.machine.reclaim import HostPlan, ReclaimPlan
 from draftproof.machine.remote import Reach
 from draftproof.machine.snapshot import MIB
 
@@ -228,18 +228,12 @@ def _in_use(look: Look) -> int:
 
 def _blocker(holder: Holder, plan: HostPlan, ended: dict[int, Outcome]) -> str:
     """Who still holds memory, and why the plan did not change that."""
-    planned: dict[int, Target] = {target.pid: target for target in plan.targets}
     if holder.pid in ended and ended[holder.pid].outcome not in ("terminated", "killed", "gone"):
         return f"{holder.why}; {ended[holder.pid].outcome}: {ended[holder.pid].detail}"
-    if holder.process is not None and holder.pid not in planned and _came_after(holder, plan.targets):
+    left = next((left for left in plan.left if left.pid == holder.pid), None)
+    if left is not None:
+        return f"{holder.why}; {left.remedy}"
+    if holder.process is not None and all(target.pid != holder.pid for target in plan.targets):
         parent = holder.process.ppid
         return f"{holder.why}; it was started after the plan, by pid {parent}: plan again with --tree {parent}"
-    known = {left.pid: left for left in plan.left}
-    if holder.pid in known:
-        return f"{holder.why}; {known[holder.pid].remedy}"
     return holder.why
-
-
-def _came_after(holder: Holder, targets: Sequence[Target]) -> bool:
-    assert holder.process is not None
-    return all(holder.process.start_ticks > target.start_ticks for target in targets)
