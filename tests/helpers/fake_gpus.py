@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -37,6 +38,7 @@ _CHILD = r"""
 import fcntl, json, os, signal, sys, time
 job = json.loads(os.environ["DRAFTPROOF_FAKE_JOB"])
 ready = open(job["ready"], "w")
+first = os.getpid()
 
 def start(pid):
     return open(f"/proc/{pid}/stat", "rb").read().rpartition(b")")[2].split()[19].decode()
@@ -53,15 +55,23 @@ def tell(*pids):
         print(json.dumps(pids), file=ready)
         ready.close()
 
+def call(name):
+    open("/proc/self/comm", "wb").write(os.fsencode(name)[:15])
+
 def hold():
+    if job["cgroup"] is not None:
+        open(os.path.join(job["cgroup"], "cgroup.procs"), "w").write(str(os.getpid()))
     kept = [open(os.path.join(job["dev"], name)) for name in job["opens"]]
     if job["ignore_term"]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if job["runs"] is not None:
+        signal.signal(signal.SIGUSR1, lambda *_: os.system(job["runs"]))
     if job["how"] == "forked":
         child = os.fork()
         if not child:
             time.sleep(600)
-        claim(os.getpid(), [os.getpid(), child])
+        if job["bytes"] is not None:
+            claim(os.getpid(), [os.getpid(), child])
         tell(os.getpid(), child)
     else:
         if job["bytes"] is not None:
@@ -71,20 +81,54 @@ def hold():
             os.setgid(job["uid"])
             os.setuid(job["uid"])
             ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: what exec would do, or its owner could not see it
-        tell(*( [os.getppid()] if job["how"] == "respawned" else [] ), os.getpid())
+        tell(*dict.fromkeys([first, os.getpid()]))
     time.sleep(600)
 
-if job["cgroup"] is not None:
-    open(os.path.join(job["cgroup"], "cgroup.procs"), "w").write(str(os.getpid()))
-open("/proc/self/comm", "wb").write(os.fsencode(job["name"])[:15])
+def serve():
+    import socket
+    listener = socket.create_server(("127.0.0.1", job["port"])) if job["port"] else None
+    if os.fork():
+        os.wait()
+        time.sleep(600)
+    if listener:
+        listener.close()
+    if os.fork():
+        os._exit(0)
+    if job["own_session"]:
+        os.setsid()
+    hold()
+
+def engine():
+    global tell
+    read, write = os.pipe()
+    if os.fork():
+        time.sleep(600)
+    call("VLLM::EngineCore")
+    say, tell, gpus, workers = tell, lambda *_: os.write(write, b"."), job["gpus"], []
+    for gpu in gpus:
+        workers.append(os.fork())
+        if not workers[-1]:
+            job.update(gpus=[gpu], opens=[f"nvidia{gpu}", "nvidiactl", "nvidia-uvm"])
+            call(f"VLLM::Worker_TP{gpu}")
+            hold()
+    for _ in workers:
+        os.read(read, 1)
+    say(first, os.getpid(), *workers)
+    time.sleep(600)
+
+call(job["name"])
 if job["how"] == "respawned":
     while True:
         child = os.fork()
         if not child:
             hold()
         os.waitpid(child, 0)
-hold()
+{"served": serve, "engine": engine}.get(job["how"], hold)()
 """
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint), *((name, ctypes.c_ulonglong) for name in ("total", "reserved", "free", "used")))
 
 
 class FakeGpus:
@@ -154,21 +198,44 @@ class FakeGpus:
         kept = [line for line in self._file.read_text().splitlines() if not line.startswith(beginnings)]
         self._file.write_text("\n".join(kept) + "\n")
 
+    def used_mib(self, gpus: Sequence[int]) -> int:
+        """What is in use on these, without what is reserved; asked of the fake without the probe."""
+        nvml, used = ctypes.CDLL(str(self.library)), 0
+        assert nvml.nvmlInit_v2() == 0
+        for gpu in gpus:
+            device, memory = ctypes.c_void_p(), _Memory(version=ctypes.sizeof(_Memory) | 2 << 24)
+            assert nvml.nvmlDeviceGetHandleByIndex_v2(gpu, ctypes.byref(device)) == 0
+            assert nvml.nvmlDeviceGetMemoryInfo_v2(device, ctypes.byref(memory)) == 0
+            used += memory.used
+        return used // MIB
+
     def holder(self, gpus: Sequence[int], mib: int | None, **options: Any) -> int:
         """A process that holds so much on each of these GPUs; None: it has them open and holds nothing. Options: `_start`."""
         return self._start("plain", gpus, mib, **options)[-1]
 
-    def forked(self, gpus: Sequence[int], mib: int, **options: Any) -> tuple[int, int]:
-        """A parent that NVML lists, and is killed, and its child, which holds the memory: both process ids."""
+    def forked(self, gpus: Sequence[int], mib: int | None, *, killed: bool = True, **options: Any) -> tuple[int, int]:
+        """A parent that NVML lists, and is killed (or not), and its child, which holds the memory: both process ids."""
         parent, child = self._start("forked", gpus, mib, **options)
-        os.kill(parent, signal.SIGKILL)
-        wait_for(lambda: not Path(f"/proc/{parent}").exists())
+        if killed:
+            os.kill(parent, signal.SIGKILL)
+            wait_for(lambda: not Path(f"/proc/{parent}").exists())
         return parent, child
 
-    def respawner(self, gpus: Sequence[int], mib: int, **options: Any) -> tuple[int, int]:
+    def respawner(self, gpus: Sequence[int], mib: int | None, **options: Any) -> tuple[int, int]:
         """A supervisor that starts its holder again whenever it dies, and the first holder."""
         supervisor, child = self._start("respawned", gpus, mib, **options)
         return supervisor, child
+
+    def orphan(self, gpus: Sequence[int], mib: int | None, **options: Any) -> tuple[int, int]:
+        """A front end that is killed, and the worker that it had started by way of a process which ended: both process ids."""
+        front_end, worker = self._start("served", gpus, mib, **options)
+        os.kill(front_end, signal.SIGKILL)
+        wait_for(lambda: ended(front_end))
+        return front_end, worker
+
+    def engine(self, gpus: Sequence[int], mib: int | None, **options: Any) -> list[int]:
+        """A server in its usual form: a front end, its core, and a worker for each GPU below that. Process ids in this order."""
+        return self._start("engine", gpus, mib, **options)
 
     def exporter(self, gpus: Sequence[int], **options: Any) -> int:
         """A monitor: has the devices open, but not for CUDA, and holds nothing."""
@@ -204,15 +271,22 @@ class FakeGpus:
         cgroup: Path | None = None,
         env: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (),
+        port: int = 0,
+        own_session: bool = False,
+        runs: str | None = None,
+        number: int | None = None,
     ) -> list[int]:
         """`name`: its comm and first word. `listed`: NVML shows it. `uvm`, `control`: has these devices open. `cgroup`: a folder of
-        the cgroup tree to live in. `env`: more environment. `arguments`: the end of its command line."""
+        the cgroup tree for whoever holds to live in. `env`: more environment. `arguments`: the end of its command line. `port`: an
+        orphan's front end listens there; `own_session`: the orphan left that of its front end. `runs`: a command of the shell that
+        it runs at SIGUSR1. `number`: the process id to have, which takes a pid namespace where nobody else starts processes."""
         opens = [*(f"nvidia{index}" for index in gpus), *(["nvidiactl"] if control else []), *(["nvidia-uvm"] if uvm else [])]
+        ready = self.folder / f"ready-{secrets.token_hex(6)}"
         job = {
             "how": how,
             "file": str(self._file),
             "dev": str(self.dev),
-            "ready": str(self.folder / f"ready-{secrets.token_hex(6)}"),
+            "ready": str(ready),
             "gpus": list(gpus),
             "bytes": None if mib is None else mib * MIB,
             "kind": kind,
@@ -222,11 +296,14 @@ class FakeGpus:
             "uid": uid,
             "cgroup": None if cgroup is None else str(cgroup),
             "name": name,
+            "port": port,
+            "own_session": own_session,
+            "runs": runs,
         }
-        command = ["setsid", "--fork", "bash", "-c", 'exec -a "$0" "$@"', name, PYTHON, "-IS", str(self._program), *arguments]
+        chosen = [] if number is None else ["sh", "-c", 'echo "$0" >/proc/sys/kernel/ns_last_pid && exec "$@"', str(number - 1)]
+        command = [*chosen, "setsid", "--fork", "bash", "-c", 'exec -a "$0" "$@"', name, PYTHON, "-IS", str(self._program), *arguments]
         environment = {"PATH": os.environ["PATH"], "DRAFTPROOF_FAKE": self.token, "DRAFTPROOF_FAKE_JOB": json.dumps(job), **(env or {})}
         subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        ready = Path(job["ready"])
         wait_for(lambda: ready.exists() and ready.read_text().endswith("\n"))
         pids: list[int] = json.loads(ready.read_text())
         ready.unlink()
