@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from draftproof.check import Checked
 from draftproof.errors import DraftproofError
-from draftproof.machine.apply import Applied
-from draftproof.machine.look import Look
-from draftproof.machine.reclaim import HostPlan
 from draftproof.machine.snapshot import MIB
 from draftproof.summary import COLOURS
+
+if TYPE_CHECKING:  # a look at a machine should not wait for what only plans need
+    from draftproof.check import Checked
+    from draftproof.machine.apply import Applied
+    from draftproof.machine.look import Look
+    from draftproof.machine.reclaim import HostPlan
 
 
 def print_check(checked: Checked, console: Console, *, verbose: bool = False) -> None:
