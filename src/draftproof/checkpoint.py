@@ -69,7 +69,8 @@ class Checkpoint:
 
     def __call__(self, point: Point, evidence: Any) -> None:
         """Ask every check of this point; returns when the stage may go on."""
-        self._end_watch()
+        if (cause := self._stop_watch()) is not None:
+            raise self._turned_bad(cause)
         checks = CHECKS.get((self.stage, point), ())
         if not checks:
             return
@@ -93,27 +94,27 @@ class Checkpoint:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Around the stage's work: a load that the watch ended, or that died of what the watch saw, is said by its cause."""
+        cause: str | None = None
         try:
-            yield
-        except LoadTurnedBad as bad:
-            if self._watch is not None:
-                self._watch.stop()
+            try:
+                yield
+            finally:
+                cause = self._stop_watch()
+        except LoadTurnedBad as bad:  # from anywhere, also from just before the watch is stopped
+            self._stop_watch()
             raise self._turned_bad(str(bad)) from None
         except Exception as error:
-            cause = self._watch.stop() if self._watch is not None else None
             if cause is not None:
                 raise self._turned_bad(cause) from error
             raise
-        finally:
-            if self._watch is not None:
-                self._watch.stop()
-        self._end_watch()
-
-    def _end_watch(self) -> None:
-        watch, self._watch = self._watch, None
-        cause = watch.stop() if watch is not None else None
         if cause is not None:
             raise self._turned_bad(cause)
+
+    def _stop_watch(self) -> str | None:
+        """End the watch, if there is one; returns its cause. It is forgotten only once it has ended, whatever interrupts that."""
+        cause = self._watch.stop() if self._watch is not None else None
+        self._watch = None
+        return cause
 
     def _free(self, context: GateContext) -> tuple[GateContext, Path | None]:
         """Stop what holds the GPUs for the recipe's units, if somebody said so: then look anew. Else, where the plan waits."""

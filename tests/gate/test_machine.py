@@ -53,6 +53,9 @@ CASES: list[tuple[str, Status, str, dict[str, Any], Needs]] = [
     ("gpu.count", "fail", "The driver runs, but sees no GPU.", host(gpus=[]), Needs()),
     ("gpu.count", "fail", "GPU 0 is split by MIG.", host(gpus=[gpu(mig={"enabled": True, "instances": 2})]), Needs()),
     ("gpu.count", "fail", "GPU 0 is in compute mode prohibited.", host(gpus=[gpu(compute_mode="prohibited")]), Needs()),
+    ("gpu.count", "fail", "There is no NVIDIA driver: libnvidia-ml.so.1 was not found.", host(gpus=[], nvml=NO_NVML), Needs(any_gpu=True)),
+    ("gpu.count", "unknown", "/dev/nvidia0 is there, but the library cannot be loaded", host(gpus=[], nvml=NO_NVML, unseen=[{"what": "nvml", "why": "/dev/nvidia0 is there, but the library cannot be loaded"}]), Needs()),
+    ("gpu.count", "unknown", "nvmlDeviceGetCount_v2 did not answer", host(gpus=[], unseen=[{"what": "nvml.count", "why": "nvmlDeviceGetCount_v2 did not answer"}]), Needs()),
     ("gpu.model", "fail", "The GPUs differ: A100, 143,771 MiB; NVIDIA H200, 143,771 MiB.", host(gpus=[gpu(), gpu(1, name="A100")]), Needs()),
     ("gpu.model", "unknown", "GPU 0 does not say what it is.", host(gpus=[gpu(name=None)]), Needs()),
     ("gpu.memory", "fail", "GPU 0: 2,574 MiB in use, 0 allowed.", HELD, Needs()),
@@ -104,6 +107,17 @@ def test_memory_of_the_run_itself_is_no_fault() -> None:
     found = findings(document)
     assert found["gpu.memory"].status == "pass"
     assert found["gpu.holders"].evidence == "Nobody holds them (1 watch or are this run)."
+
+
+def test_an_idle_level_within_the_allowance_stands_in_nobodys_way() -> None:
+    idle = host(gpus=[gpu(0, 300)])
+    assert findings(idle)["gpu.holders"].status == findings(idle)["gpu.memory"].status == "fail"
+    allowed = findings(idle, Needs(allowance_mib=300))
+    assert {finding.status for finding in allowed.values()} == {"pass"}
+    assert allowed["gpu.holders"].evidence == "Nobody holds them."
+    # It is for the driver, not for a worker that happens to be small.
+    held = host(gpus=[gpu(0, 300, [listed(4000, 300)])], processes=[process(4000, fds=CUDA)])
+    assert findings(held, Needs(allowance_mib=300))["gpu.holders"].status == "fail"
 
 
 def test_what_others_hold_beside_the_run_is_one() -> None:

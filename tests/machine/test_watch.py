@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +19,7 @@ from tests.helpers.snapshots import BOB, CUDA, MIB, gpu, host, listed, process, 
 
 from draftproof.machine.look import QUICK, Look, Needs, look_at
 from draftproof.machine.remote import Reach, Unreachable
-from draftproof.machine.watch import GROWTH_MIB, LoadTurnedBad, Watch, what_changed
+from draftproof.machine.watch import GROWTH_MIB, SIGNAL, LoadTurnedBad, Watch, what_changed
 from fake_gpus import FakeGpus, wait_for
 
 RUN = process(800, "draftproof", fds=CUDA)
@@ -93,7 +96,8 @@ def test_a_wait_in_the_main_thread_ends_at_once(fake: FakeGpus) -> None:
     with pytest.raises(LoadTurnedBad, match="a new holder on GPU 0"):
         subprocess.run([sys.executable, "-c", "import time; time.sleep(30)"], check=True)
     assert time.monotonic() - began < 5
-    assert watch.stop() == watch.cause
+    assert (watch.stop() or "").startswith("a new holder on GPU 0")
+    assert signal.getsignal(SIGNAL) is signal.SIG_DFL
 
 
 def test_a_watch_that_saw_nothing_tells_nothing(fake: FakeGpus) -> None:
@@ -101,6 +105,45 @@ def test_a_watch_that_saw_nothing_tells_nothing(fake: FakeGpus) -> None:
     watch.start()
     time.sleep(1.0)
     assert watch.stop() is None
+
+
+def test_a_look_that_cannot_be_made_does_not_end_the_watch(fake: FakeGpus) -> None:
+    """No file can be opened for a while: the watch outlives that, and sees who came."""
+    watch = Watch(_now(), every_s=0.1, give_up=_no_exit)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    watch.start()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        time.sleep(0.6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with pytest.raises(LoadTurnedBad, match="a new holder on GPU 0"):  # noqa: PT012  (it may come while the holder starts)
+        fake.holder([0], 700)
+        time.sleep(10)
+    watch.stop()
+
+
+def test_the_end_of_a_load_and_the_cause_at_the_same_moment() -> None:
+    """Nothing but LoadTurnedBad leaves, `stop` itself raises nothing, and the signal is the default's again afterwards."""
+    before = replace(QUIET, needs=Needs(gpus=(), host_bytes=2**60))
+    first = time.monotonic()
+    watch = Watch(before, every_s=0.001, give_up=_no_exit)
+    watch.start()
+    with pytest.raises(LoadTurnedBad):
+        time.sleep(30)
+    watch.stop()
+    look_s = time.monotonic() - first
+    causes = []
+    for number in range(40):
+        watch = Watch(before, every_s=0.001, give_up=_no_exit)
+        watch.start()
+        with contextlib.suppress(LoadTurnedBad):
+            time.sleep(look_s * number / 25)  # ends before the look, with it, and after it
+        causes.append(watch.stop())
+        assert watch.stop() == causes[-1]
+        assert signal.getsignal(SIGNAL) is signal.SIG_DFL
+    assert causes[0] is None
+    assert causes[-1] is not None
 
 
 def test_outside_the_main_thread_it_tells_at_the_end(fake: FakeGpus) -> None:

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from draftproof.gate.finding import SEVERITY, Finding, failed, passed, unsure, warned
+from draftproof.machine.claims import UNOWNED_TOLERANCE_V1
 from draftproof.machine.holders import summary
 from draftproof.machine.look import Look
-from draftproof.machine.snapshot import Gpu
+from draftproof.machine.snapshot import MIB, Gpu
 
-MIB = 2**20
 STEADY_MIB = 16
 """Movement of the memory in use within one look that is no movement: clients of NVML itself come and go."""
-RESERVED_MIB = 1024
-"""What drivers keep for themselves, at most: an old driver counts it as used (615 MiB on an H200)."""
 DRIVER_OF_CUDA = {11: 450, 12: 525, 13: 580}
 """Oldest driver branch for each CUDA major (NVIDIA, CUDA compatibility guide, minor-version compatibility)."""
 CUDA_OF_ARCHITECTURE = {(8, 9): (11, 8), (9, 0): (11, 8), (10, 0): (12, 8), (10, 3): (12, 9), (12, 0): (12, 8), (12, 1): (12, 9)}
@@ -30,12 +28,13 @@ def gpu_count(look: Look) -> Finding:
     snapshot, wanted = look.seen, look.needs.gpus
     if wanted == ():
         return passed("gpu.count", "The work needs no GPU.")
+    # Before "there is none": a library that hangs or does not fit its driver is not there either.
+    if why := "; ".join(one.why for one in snapshot.unseen if one.what in ("nvml", "nvml.count")):
+        return unsure("gpu.count", why, _HUNG)
     if not snapshot.nvml.present:
-        if wanted is None:
+        if wanted is None and not look.needs.any_gpu:
             return passed("gpu.count", "This machine has no NVIDIA GPU; what applies to a CPU was checked.")
         return failed("gpu.count", f"There is no NVIDIA driver: {snapshot.nvml.why}.", "Install the driver, or set run.device=cpu.")
-    if why := snapshot.why_unseen("nvml"):
-        return unsure("gpu.count", why, _HUNG)
     there = [gpu.index for gpu in snapshot.gpus]
     missing = sorted(set(wanted or ()) - set(there))
     if missing or not there:
@@ -82,7 +81,7 @@ def _memory_of(look: Look, gpu: Gpu) -> Finding:
     if gpu.memory is None:
         why = snapshot.why_unseen(f"gpu.{gpu.index}.memory") or "the driver did not say"
         return unsure(name, f"GPU {gpu.index}: its memory could not be read: {why}.", _HUNG)
-    own = sum(holder.bytes or 0 for holder in look.holders if holder.gpu == gpu.index and holder.kind == "self" and not holder.blocking)
+    own = look.own_bytes(gpu.index)
     used = [max(0, sample - own) / MIB for sample in gpu.memory.used]
     spread = max(used) - min(used)
     if spread > STEADY_MIB:
@@ -92,7 +91,8 @@ def _memory_of(look: Look, gpu: Gpu) -> Finding:
             "Somebody loads or frees; wait until it is steady, or see gpu.holders.",
         )
     if max(used) > allowance:
-        if gpu.memory.version == 1 and max(used) <= allowance + RESERVED_MIB and not any(h.gpu == gpu.index for h in look.blockers):
+        reserve = UNOWNED_TOLERANCE_V1 / MIB if gpu.memory.version == 1 else 0  # which version 1 counts as in use
+        if reserve and max(used) <= allowance + reserve and not any(holder.gpu == gpu.index for holder in look.blockers):
             return unsure(
                 name,
                 f"GPU {gpu.index}: {max(used):,.0f} MiB in use, in which this old driver counts its own share.",
@@ -128,7 +128,7 @@ def gpu_holders(look: Look) -> Finding:
         return unsure("gpu.holders", f"GPU {_list(unlisted)}: its processes could not be read: {why}.", _HUNG)
     if snapshot.processes is None:
         return unsure("gpu.holders", snapshot.why_unseen("processes") or "The processes could not be read.", "Look as another user.")
-    others = len(look.holders)
+    others = sum(holder.kind != "driver" for holder in look.holders)
     return passed("gpu.holders", f"Nobody holds them{f' ({others} watch or are this run)' if others else ''}.")
 
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from draftproof.gate.finding import Finding, failed, passed, unsure, warned
 from draftproof.machine.look import DiskNeed, Look
-from draftproof.machine.snapshot import Disk
+from draftproof.machine.snapshot import MIB, Disk
 
-MIB = 2**20
 SKEW_S = 5.0
 """Clocks further apart spoil tokens, caches and the order of logs."""
 LEAST_FILES = 1024
@@ -37,11 +36,11 @@ def host_memory(look: Look) -> Finding:
     free = memory.available
     if memory.cgroup_limit is not None and memory.cgroup_used is not None:
         free = min(free, max(0, memory.cgroup_limit - memory.cgroup_used))
-    needed = look.needs.host_bytes
-    if needed is None:
+    needed, least = look.needs.host_bytes, look.needs.least_host_bytes
+    if needed is None or least is None:
         return passed("host.memory", f"{free / MIB:,.0f} of {memory.total / MIB:,.0f} MiB available.")
     evidence = f"{free / MIB:,.0f} MiB available, about {needed / MIB:,.0f} MiB expected."
-    if free < needed / 2:
+    if free < least:
         return failed("host.memory", evidence, "End other programs, or take a larger machine.")
     if free < needed:
         return warned("host.memory", evidence, "The forecast may be too high; watch it.")

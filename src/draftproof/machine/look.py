@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from draftproof.errors import DraftproofError
 from draftproof.machine.holders import Holder, find_holders
 from draftproof.machine.remote import Answer, Reach, ask_all
-from draftproof.machine.snapshot import Gpu, Snapshot, parse
+from draftproof.machine.snapshot import MIB, Gpu, Snapshot, parse
 
 if TYPE_CHECKING:
     from draftproof.recipe import Recipe
@@ -58,9 +58,16 @@ class Needs:
     """What each GPU must have free for the work; None: not known."""
     host_bytes: int | None = None
     """Forecast of the peak memory of the host."""
+    any_gpu: bool = False
+    """Whether the work needs a GPU at all, where `gpus` does not name them."""
     disks: tuple[DiskNeed, ...] = ()
     ports: tuple[int, ...] = ()
     """TCP ports to listen on."""
+
+    @property
+    def least_host_bytes(self) -> float | None:
+        """Below this the work does not begin, nor go on: half the forecast, which may be too high."""
+        return None if self.host_bytes is None else self.host_bytes / 2
 
 
 @dataclass(frozen=True)
@@ -99,8 +106,17 @@ class Look:
 
     @property
     def blockers(self) -> list[Holder]:
-        """Those that stand in the way."""
-        return [holder for holder in self.holders if holder.blocking]
+        """Those that stand in the way. Memory that no process owns does not within the allowance, which is for just that."""
+        allowance = self.needs.allowance_mib * MIB
+        return [
+            holder
+            for holder in self.holders
+            if holder.blocking and not (holder.kind == "driver" and holder.bytes is not None and holder.bytes <= allowance)
+        ]
+
+    def own_bytes(self, index: int) -> int:
+        """Bytes on a GPU that this run itself holds."""
+        return sum(holder.bytes or 0 for holder in self.holders if holder.gpu == index and holder.kind == "self" and not holder.blocking)
 
 
 def look_at(
@@ -124,18 +140,18 @@ def look_at(
     }
     asked = time.time()
     answers = ask_all(reaches, "probe", lambda reach: request, deadline_s + TRAVEL_S)
-    between = (asked, time.time())
-    return [_look(reach, needs, answer, between) for reach, answer in zip(reaches, answers, strict=True)]
+    return [_look(reach, needs, answer, asked) for reach, answer in zip(reaches, answers, strict=True)]
 
 
-def _look(reach: Reach, needs: Needs, answer: Answer | DraftproofError, between: tuple[float, float]) -> Look:
+def _look(reach: Reach, needs: Needs, answer: Answer | DraftproofError, asked: float) -> Look:
     if isinstance(answer, DraftproofError):
         return Look(reach, needs, None, answer)
     try:
         snapshot = parse(answer.document)
     except DraftproofError as error:
         return Look(reach, needs, None, error, seconds=answer.seconds)
-    return Look(reach, needs, snapshot, None, answer.partial, answer.seconds, between)
+    # Each host's own answer: one that is slow must not excuse the clocks of the others.
+    return Look(reach, needs, snapshot, None, answer.partial, answer.seconds, (asked, asked + answer.seconds))
 
 
 def needs_of(recipe: Recipe, device: str, plan: StagePlan | None) -> Needs:
@@ -144,6 +160,7 @@ def needs_of(recipe: Recipe, device: str, plan: StagePlan | None) -> Needs:
     gpus = (visible_gpus() if device == "cuda" else ()) if wanted == "auto" else None if wanted == "all" else wanted
     return Needs(
         gpus=gpus,
+        any_gpu=device == "cuda",
         allowance_mib=recipe.gates.gpu_memory_mib,
         gpu_bytes=plan.gpu_memory if plan is not None and device == "cuda" else None,
         host_bytes=plan.memory if plan is not None and device == "cpu" else None,

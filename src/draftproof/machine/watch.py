@@ -43,57 +43,59 @@ class Watch:
         self.before, self.every_s, self.give_up = before, every_s, give_up
         self.cause: str | None = None
         self._ended = threading.Event()
-        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="machine-watch", daemon=True)
+        self._signals = False
         self._earlier: Any = None
 
     def start(self) -> None:
         """Begin. Called outside the main thread it only looks, and `stop` tells."""
         if threading.current_thread() is threading.main_thread():
             self._earlier = signal.signal(SIGNAL, self._raise)
+            self._signals = True
         self._thread.start()
 
     def stop(self) -> str | None:
-        """End the watch; returns the cause if it found one."""
+        """End the watch; returns the cause if it found one. May be called again, and must be if Ctrl-C interrupts it."""
         try:
-            with self._lock:
-                self._ended.set()
+            self._ended.set()
             self._thread.join()
-        except LoadTurnedBad:  # the signal arrives right here
+        except LoadTurnedBad:  # the signal, of which there is one at most, arrives right here
+            self._ended.set()
             self._thread.join()
-        finally:
-            if self._earlier is not None:
-                signal.signal(SIGNAL, self._earlier)
-                self._earlier = None
+        # Not before the thread has ended: without our handler its signal would end the process.
+        if self._signals:
+            signal.signal(SIGNAL, self._earlier)
+            self._signals = False
         return self.cause
 
     def _run(self) -> None:
         while not self._ended.wait(self.every_s):
-            cause = self._look()
+            try:
+                cause = self._look()
+            except (OSError, RuntimeError, psutil.Error):  # no thread or file to be had for this look: the next may have them
+                continue
             if cause is None:
                 continue
-            with self._lock:
-                if self._ended.is_set():
-                    return
-                self.cause = cause
-                if self._earlier is None:
-                    return
+            if self._ended.is_set():
+                return
+            self.cause = cause
+            if self._signals:
                 signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
-            if not self._ended.wait(ANSWER_S):
-                self.give_up(cause)
+                if not self._ended.wait(ANSWER_S):
+                    self.give_up(cause)
             return
 
     def _look(self) -> str | None:
-        needed = self.before.needs.host_bytes
-        if needed is not None:
+        needs = self.before.needs
+        if needs.host_bytes is not None and needs.least_host_bytes is not None:
             own = _own_memory()
             room = psutil.virtual_memory().available + sum(own.values())
-            if room < needed / 2:  # the same border as of the check host.memory
-                told = f"{room / MIB:,.0f} MiB for this run, about {needed / MIB:,.0f} MiB expected"
+            if room < needs.least_host_bytes:
+                told = f"{room / MIB:,.0f} MiB for this run, about {needs.host_bytes / MIB:,.0f} MiB expected"
                 return f"host memory shrank: {told}{_largest(own)}"
-        if self.before.needs.gpus == ():
+        if needs.gpus == ():
             return None
-        now = look_at([self.before.reach], self.before.needs, parts=QUICK, samples=1)[0]
+        now = look_at([self.before.reach], needs, parts=QUICK, samples=1)[0]
         return what_changed(self.before, now)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
@@ -129,8 +131,7 @@ def _of_others(look: Look, index: int) -> int:
     gpu = next((gpu for gpu in look.gpus if gpu.index == index), None)
     if gpu is None or gpu.memory is None:
         return 0
-    own = sum(holder.bytes or 0 for holder in look.holders if holder.gpu == index and holder.kind == "self" and not holder.blocking)
-    return max(0, min(gpu.memory.used) - own)
+    return max(0, min(gpu.memory.used) - look.own_bytes(index))
 
 
 def _own_memory() -> dict[int, int]:
