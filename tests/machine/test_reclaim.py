@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.helpers.snapshots import ALICE, BOB, CUDA, ROOT, documents, gpu, host, listed, process, seen, viewer
+from tests.helpers.snapshots import ALICE, BOB, CUDA, MIB, ROOT, documents, gpu, host, listed, process, seen, viewer
 
 from draftproof.errors import UsageError
+from draftproof.machine.apply import still_true
 from draftproof.machine.look import Look, Needs
 from draftproof.machine.reclaim import HostPlan, ReclaimPlan, Selection, load_plan, plan_host, save
 from draftproof.machine.remote import Reach
@@ -117,6 +118,88 @@ def test_a_container_is_stopped_only_by_name() -> None:
 def test_an_engine_of_ours_goes_whole() -> None:
     made = plan(process(40, fds=CUDA, engine=ENGINE), process(30, engine=ENGINE), process(31, engine={**ENGINE, "run": "/runs/two"}))
     assert pids(made) == [30, 40]
+
+
+def test_a_selected_group_beside_a_unit_is_signalled_by_itself() -> None:
+    inside = {"cgroup": SERVICE, "unit": "vllm.service", "unit_scope": "system"}
+    lists = [listed(40, 300), listed(50, 200)]
+    made = plan(
+        process(40, fds=CUDA, **inside),
+        process(41, ppid=40),  # it left its unit's group
+        process(42, ppid=40, uid=BOB),
+        process(50, fds=CUDA, session=500),
+        process(51, session=500),
+        lists=lists,
+        units=("vllm.service",),
+        sessions=(500,),
+    )
+    assert {target.pid: target.unit for target in made.targets} == {40: "vllm.service", 41: None, 50: None, 51: None}
+
+
+def test_a_service_that_divides_its_group_is_one_unit() -> None:
+    worker = {"unit": "vllm.service", "unit_scope": "system"}
+    two = [process(pid, fds=CUDA, cgroup=f"{SERVICE}/rank{pid}", **worker) for pid in (40, 41)]
+    made = plan(*two, process(42, cgroup=SERVICE, **worker), lists=[listed(40, 300), listed(41, 200)])
+    assert [(unit.name, unit.cgroup) for unit in made.units] == [("vllm.service", SERVICE)]
+    assert {target.pid: target.unit for target in made.targets} == dict.fromkeys((40, 41, 42), "vllm.service")
+
+
+def test_two_users_services_of_one_name_are_two_units() -> None:
+    groups = {uid: f"/user.slice/user-{uid}.slice/user@{uid}.service/app.slice/vllm.service" for uid in (ALICE, BOB)}
+    two = [
+        process(pid, uid=uid, fds=CUDA, cgroup=groups[uid], unit="vllm.service", unit_scope="user") for pid, uid in ((40, ALICE), (41, BOB))
+    ]
+    made = plan(*two, lists=[listed(40, 300), listed(41, 200)], who=viewer(uid=ROOT, user="root"), any_user=True)
+    assert {unit.cgroup for unit in made.units} == set(groups.values())
+    assert pids(made) == [40, 41]
+
+
+@pytest.mark.parametrize("name", ["session-3.scope", "ssh.service"])
+def test_naming_a_unit_that_is_not_stopped_gives_no_leave_over_others(name: str) -> None:
+    inside = {"cgroup": f"/system.slice/{name}", "unit": name, "unit_scope": "system"}
+    made = plan(process(40, uid=BOB, fds=CUDA, **inside), units=(name,))
+    assert made.empty
+    assert [(left.pid, left.kind) for left in made.left] == [(40, "other_user")]
+    assert pids(plan(process(40, fds=CUDA, **inside), units=(name,))) == [40]
+
+
+def test_a_process_in_a_container_is_not_signalled_past_its_runtime() -> None:
+    inside = {"cgroup": DOCKER, "container": "docker:0123456789ab"}
+    root = {"who": viewer(uid=ROOT, user="root"), "any_user": True}
+    made = plan(process(40, uid=ROOT, fds=CUDA, **inside), **root)
+    assert made.empty
+    assert "docker stop" in made.left[0].remedy
+    pod = {"cgroup": f"/kubepods/{'0' * 64}", "container": "kubernetes:000000000000"}
+    assert plan(process(40, fds=CUDA, **pod), units=("kubernetes:000000000000",)).empty
+    # Nor as a child of one that is.
+    assert pids(plan(process(40, fds=CUDA), process(41, ppid=40, **inside))) == [40]
+
+
+def _still_true(made: HostPlan, lists: list[dict[str, Any]], *processes: dict[str, Any]) -> tuple[list[int], list[str], set[int]]:
+    """Targets and units that are left of a plan by this look, and who was dropped."""
+    used = sum(line["bytes"] for line in lists) // MIB
+    kept, dropped = still_true(made, Look(Reach(), Needs(), seen(host(gpus=[gpu(0, used, lists)], processes=list(processes)))))
+    assert kept.hash == kept.digest()
+    return pids(kept), [unit.name for unit in kept.units], {outcome.pid for outcome in dropped}
+
+
+def test_who_belongs_to_one_that_let_go_is_left_with_it() -> None:
+    family = (process(40, fds=CUDA), process(41, ppid=40), process(50, fds=CUDA), process(51, ppid=50))
+    lists = [listed(40, 300), listed(50, 200)]
+    made = plan(*family, lists=lists)
+    assert _still_true(made, lists, *family) == ([40, 41, 50, 51], [], set())
+    assert _still_true(made, lists[1:], *family) == ([50, 51], [], {40, 41})
+    assert _still_true(made, [], *family) == ([], [], {40, 41, 50, 51})
+    # A child that holds the memory now is not let go with its parent.
+    assert _still_true(made, [listed(41, 300)], *(family[0], process(41, ppid=40, fds=CUDA)))[0] == [41, 50, 51]
+
+
+def test_a_unit_of_which_nobody_holds_memory_any_more_is_not_stopped() -> None:
+    inside = {"cgroup": SERVICE, "unit": "vllm.service", "unit_scope": "system"}
+    service = (process(40, fds=CUDA, **inside), process(41, **inside))
+    made = plan(*service, process(50, fds=CUDA), lists=[listed(40, 300), listed(50, 200)])
+    assert _still_true(made, [listed(50, 200)], *service, process(50, fds=CUDA)) == ([50], [], {40, 41})
+    assert _still_true(made, [listed(40, 300)], *service, process(50, fds=CUDA)) == ([40, 41], ["vllm.service"], {50})
 
 
 def test_ancestors_are_never_targets() -> None:

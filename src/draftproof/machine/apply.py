@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -82,7 +82,7 @@ class Applied:
         return not self.blockers
 
 
-def apply(plan: HostPlan, reach: Reach, *, allowance_mib: int = 0, say: Callable[[str], None] = lambda line: None) -> Applied:
+def apply(plan: HostPlan, reach: Reach, *, allowance_mib: int = 0) -> Applied:
     """Stop what the plan names and is still what it was; wait until its GPUs are free.
 
     Raises Refused when the host refuses the plan as a whole (another host, another boot, a changed file), and what the
@@ -90,25 +90,29 @@ def apply(plan: HostPlan, reach: Reach, *, allowance_mib: int = 0, say: Callable
     """
     needs = Needs(gpus=plan.gpus, allowance_mib=allowance_mib)
     before = _look(reach, needs)
+    if before.error is not None:
+        raise before.error
     _check_place(plan, before)
-    current, dropped = _still_true(plan, before)
+    current, dropped = still_true(plan, before)
     if current.empty:
         stopped = _Stopped(refused=None, units=(), outcomes=(), seconds=0.0)
     else:
-        say(f"stopping {len(current.units)} units and {len(current.targets)} processes on {plan.host}")
         answer = reach.ask("stop", {"plan": current.model_dump(mode="json")}, _longest(current))
         stopped = _read(answer.document, reach)
     if stopped.refused is not None:
-        raise Refused(f"{reach.name} refused the plan: {stopped.refused}", remedy="Look again: draftproof reclaim.")
+        raise Refused(f"{reach.name} refused the plan: {stopped.refused}", remedy=_LOOK_AGAIN)
     started = time.monotonic()
     after = _until_free(reach, needs, quiet=current.empty)
     ended = {outcome.pid: outcome for outcome in stopped.outcomes}
+    blockers = tuple(_blocker(holder, plan, ended) for holder in after.blockers)
+    if after.error is not None:  # the processes have ended all the same, so what became of them is said
+        blockers = (f"unknown, for the look afterwards failed: {after.error.what}",)
     return Applied(
         host=plan.host,
         units=stopped.units,
         outcomes=(*dropped, *stopped.outcomes),
-        freed_mib=max(0, _in_use(before) - _in_use(after)) // MIB,
-        blockers=tuple(_blocker(holder, plan, ended) for holder in after.blockers),
+        freed_mib=0 if after.error is not None else max(0, _in_use(before) - _in_use(after)) // MIB,
+        blockers=blockers,
         stop_s=stopped.seconds,
         verify_s=time.monotonic() - started,
     )
@@ -157,43 +161,61 @@ def enforce(done: Sequence[Applied | DraftproofError]) -> None:
             )
 
 
-def _look(reach: Reach, needs: Needs, samples: int = 1) -> Look:
-    look = look_at([reach], needs, parts=QUICK, samples=samples)[0]
-    if look.error is not None:
-        raise look.error
-    return look
+_LOOK_AGAIN = "Look again: draftproof reclaim."
+
+
+def _look(reach: Reach, needs: Needs) -> Look:
+    return look_at([reach], needs, parts=QUICK, samples=1)[0]
 
 
 def _check_place(plan: HostPlan, look: Look) -> None:
     """`stop.py` checks the same again, where it acts; here it saves the journey."""
     snapshot = look.seen
     if plan.hash != plan.digest():
-        raise Refused("The plan was changed after it was made: its hash does not fit.", remedy="Look again: draftproof reclaim.")
+        raise Refused("The plan was changed after it was made: its hash does not fit.", remedy=_LOOK_AGAIN)
     for what, planned, found in (
         ("host", plan.host, snapshot.host),
         ("boot", plan.boot_id, snapshot.boot_id),
         ("process namespace", plan.pid_namespace, snapshot.pid_namespace),
     ):
         if planned != found:
-            raise Refused(f"The plan is of another {what}: {planned}, this is {found}.", remedy="Look again: draftproof reclaim.")
+            raise Refused(f"The plan is of another {what}: {planned}, this is {found}.", remedy=_LOOK_AGAIN)
 
 
-def _still_true(plan: HostPlan, look: Look) -> tuple[HostPlan, tuple[Outcome, ...]]:
-    """The plan without targets that are gone, recycled, or hold nothing any more; and what became of those."""
-    dropped = []
-    kept = []
+def still_true(plan: HostPlan, look: Look) -> tuple[HostPlan, tuple[Outcome, ...]]:
+    """The plan without targets that were recycled, hold nothing any more, or were to go along with one of those; and what
+    became of them. One that is not to be seen may still live: `stop.py` looks for itself."""
+    changed: dict[int, str] = {}
     holding = {holder.pid for holder in look.blockers}
     for target in plan.targets:
         process = look.seen.process(target.pid)
         if process is not None and (process.start_ticks, process.uid) != (target.start_ticks, target.uid):
-            dropped.append(Outcome(pid=target.pid, outcome="changed", detail="the process id is another process's now"))
+            changed[target.pid] = "the process id is another process's now"
         elif process is not None and target.mib and target.pid not in holding:
-            dropped.append(Outcome(pid=target.pid, outcome="changed", detail="it holds no memory there any more, so it was left alone"))
-        else:
-            kept.append(target)  # one that is not to be seen may still live: stop.py looks for itself
-    names = {target.unit for target in kept}
-    units = tuple(unit for unit in plan.units if unit.name in names)
-    return plan.model_copy(update={"targets": tuple(kept), "units": units}).sealed(), tuple(dropped)
+            changed[target.pid] = "it holds no memory there any more, so it was left alone"
+    # Who holds nothing was to end for the sake of one who does: of its own unit, of its parents, or else of any.
+    let_go = set(changed)
+    reasons = {target.unit for target in plan.targets if target.pid not in let_go and (target.mib or target.pid in holding)}
+    for target in plan.targets:
+        if target.pid in let_go or target.mib or target.pid in holding:
+            continue
+        meant = target.unit in reasons if target.unit is not None else bool(reasons) and not _parents(look, target.pid) & let_go
+        if not meant:
+            changed[target.pid] = "what it belongs to holds no memory there any more, so it was left alone"
+    kept = tuple(target for target in plan.targets if target.pid not in changed)
+    units = tuple(unit for unit in plan.units if unit.name in {target.unit for target in kept})
+    dropped = tuple(Outcome(pid=pid, outcome="changed", detail=why) for pid, why in changed.items())
+    return plan.model_copy(update={"targets": kept, "units": units}).sealed(), dropped
+
+
+def _parents(look: Look, pid: int) -> set[int]:
+    """Pids above a process, as they are now."""
+    found: set[int] = set()
+    process = look.seen.process(pid)
+    while process is not None and process.ppid not in found:
+        found.add(process.ppid)
+        process = look.seen.process(process.ppid)
+    return found
 
 
 def _longest(plan: HostPlan) -> float:
@@ -209,12 +231,18 @@ def _read(document: bytes, reach: Reach) -> _Stopped:
 
 
 def _until_free(reach: Reach, needs: Needs, *, quiet: bool) -> Look:
-    """The first look that shows steady memory and at most living processes in the way, or the last one before the deadline."""
+    """The first look that shows steady memory and at most living processes in the way, or the last one before the deadline.
+
+    A look that fails does not count, unless it is the last.
+    """
     deadline = time.monotonic() + (0 if quiet else VERIFY_S)
     seen: list[int] = []
     while True:
         look = _look(reach, needs)
-        seen.append(_in_use(look))
+        if look.error is not None:
+            seen.clear()
+        else:
+            seen.append(_in_use(look))
         steady = len(seen) >= STEADY_LOOKS and len(set(seen[-STEADY_LOOKS:])) == 1
         waiting = any(holder.process is None or holder.process.ended for holder in look.blockers)  # memory that may still come back
         if (steady and not waiting) or time.monotonic() >= deadline:

@@ -156,7 +156,7 @@ def plan_host(look: Look, selection: Selection) -> HostPlan:
     snapshot = look.snapshot
     protected = {snapshot.viewer.pid, *snapshot.viewer.ancestors}
     selected = _selected(snapshot, selection)
-    units: dict[str, PlannedUnit] = {}
+    units: dict[tuple[str, str, str | None], PlannedUnit] = {}
     targets: dict[int, Target] = {}
     left: list[Left] = []
     holders = [holder for holder in look.holders if holder.kind not in NEVER or holder.blocking]
@@ -169,11 +169,13 @@ def plan_host(look: Look, selection: Selection) -> HostPlan:
             continue
         unit = _unit_of(process, snapshot, selection, protected)
         if unit is not None:
-            units.setdefault(unit.name, unit)
-        for member in _group(process, snapshot, selected, unit, any_user=selection.any_user):
-            if member.pid not in protected and not never_stopped(member.comm, member.uid):
+            unit = units.setdefault((unit.scope, unit.name, unit.cgroup), unit)
+        for member, around in _group(process, snapshot, selected, unit, any_user=selection.any_user):
+            if member.pid in protected or never_stopped(member.comm, member.uid):
+                continue
+            if member.pid not in targets or (around is not None and targets[member.pid].unit is None):
                 held = [other for other in holders if other.pid == member.pid]
-                targets.setdefault(member.pid, _target(member, held, process, unit))
+                targets[member.pid] = _target(member, held, process, around)
     cgroups = _whole_cgroups(targets, snapshot, selection)
     return HostPlan(
         host=snapshot.host,
@@ -259,16 +261,21 @@ def _why_not(holder: Holder, snapshot: Snapshot, selection: Selection, protected
         return holder.why, _REMEDIES["mps"]
     if never_stopped(process.comm, process.uid):
         return f"{holder.why}; such a process serves the whole machine", "Leave it, or stop its service by hand."
-    named = _named_unit(process, selection)
-    if selection.narrow and named is None and process.pid not in selected:
+    named = _named_unit(process, selection) is not None
+    if selection.narrow and not named and process.pid not in selected:
         return f"{holder.why}; it was not selected", "Name its --unit, --cgroup, --session or --tree as well."
-    if named is not None or selection.any_user:
-        return None
-    if process.uid != snapshot.viewer.uid:
-        return holder.why, _REMEDIES["other_user"]
-    if holder.kind == "container":
+    if named and _unit_of(process, snapshot, selection, protected) is not None:
+        return None  # whether we may stop a unit of another user is for systemd or docker to say
+    if _in_other_container(process, snapshot) or (holder.kind == "container" and not selection.any_user):
         return holder.why, _REMEDIES["container"]
+    if process.uid != snapshot.viewer.uid and not selection.any_user:
+        return holder.why, _REMEDIES["other_user"]
     return None
+
+
+def _in_other_container(process: Process, snapshot: Snapshot) -> bool:
+    """Whether a process is in a container that we are not in: that is stopped as a whole, or its runtime starts it again."""
+    return process.container is not None and process.container != snapshot.viewer.container
 
 
 def _named_unit(process: Process, selection: Selection) -> str | None:
@@ -295,23 +302,42 @@ def _unit_of(process: Process, snapshot: Snapshot, selection: Selection, protect
         )
     if process.unit is None or process.unit_scope is None or not process.unit.endswith(".service"):
         return None
-    members = [other for other in snapshot.processes or () if other.unit == process.unit and other.unit_scope == process.unit_scope]
-    if never_stopped(process.unit) or any(member.pid in protected for member in members):
+    unit = PlannedUnit(name=process.unit, scope=process.unit_scope, cgroup=_unit_cgroup(process), why=f"pid {process.pid} belongs to it")
+    members = [other for other in snapshot.processes or () if _is_inside(other, unit)]
+    if never_stopped(unit.name) or any(member.pid in protected for member in members):
         return None
-    return PlannedUnit(name=process.unit, scope=process.unit_scope, cgroup=process.cgroup, why=f"pid {process.pid} belongs to it")
+    return unit
 
 
-def _group(process: Process, snapshot: Snapshot, selected: Set[int], unit: PlannedUnit | None, *, any_user: bool) -> list[Process]:
-    """Who is stopped for the sake of one holder: itself and what descends from it, its unit, engine or selected groups."""
+def _unit_cgroup(process: Process) -> str | None:
+    """The control group of a process's unit. The process may be in one below it: a service may divide its own."""
+    above, found, _ = f"{process.cgroup}/".partition(f"/{process.unit}/")
+    return f"{above}/{process.unit}" if found else process.cgroup
+
+
+def _is_inside(process: Process, unit: PlannedUnit) -> bool:
+    """Whether a process ends with this unit or container."""
+    if process.container == f"{unit.scope}:{unit.name}":
+        return True
+    return unit.cgroup is not None and process.cgroup is not None and f"{process.cgroup}/".startswith(f"{unit.cgroup}/")
+
+
+def _group(
+    process: Process, snapshot: Snapshot, selected: Set[int], unit: PlannedUnit | None, *, any_user: bool
+) -> list[tuple[Process, PlannedUnit | None]]:
+    """Who is stopped for the sake of one holder, and with which unit: its unit as a whole, itself, what descends from it,
+    its engine and the selected groups. Outside the unit only who may be stopped by a signal: see `_why_not`."""
     everyone = list(snapshot.processes or ())
     chosen = {process.pid, *_descendants(process.pid, everyone), *selected}
+    members: list[tuple[Process, PlannedUnit | None]] = []
     for other in everyone:
-        if unit is not None and other.cgroup is not None and other.cgroup == unit.cgroup:
-            chosen.add(other.pid)
-        if process.engine is not None and other.engine == process.engine:
-            chosen.add(other.pid)
-    same = [other for other in everyone if other.pid in chosen]
-    return [other for other in same if any_user or unit is not None or other.uid == process.uid]
+        if unit is not None and _is_inside(other, unit):
+            members.append((other, unit))
+            continue
+        wanted = other.pid in chosen or (process.engine is not None and other.engine == process.engine)
+        if wanted and (any_user or other.uid == snapshot.viewer.uid) and not _in_other_container(other, snapshot):
+            members.append((other, None))
+    return members
 
 
 def _selected(snapshot: Snapshot, selection: Selection) -> frozenset[int]:
