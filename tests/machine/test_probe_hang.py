@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from draftproof.machine import probe, snapshot
-from draftproof.machine.probe import Child
 from fake_gpus import MIB, FakeGpus, run_probe
 
 CALL_S, DEADLINE_S = 0.5, 3.0
@@ -96,7 +95,7 @@ def test_a_call_that_hangs_on_every_gpu_is_not_asked_three_times(gpus: FakeGpus,
     name = OF_A_GPU[function]
     why = told(document)
     assert why[f"gpu.0.{name}"] == why[f"gpu.1.{name}"] == f"{function} did not answer within 0.5 s"
-    assert why[f"gpu.2.{name}"] == f"{function} did not answer for two GPUs and was not asked again"
+    assert why[f"gpu.2.{name}"] == f"{function} did not answer before and was not asked again"
     for index in range(3):
         assert document["gpus"][index] == {**whole["gpus"][index], name: None}
 
@@ -107,7 +106,8 @@ def test_a_gpu_on_which_everything_hangs(gpus: FakeGpus) -> None:
     document = look(gpus)
     why = told(document)
     assert why["gpu.1.memory"] == "nvmlDeviceGetMemoryInfo_v2 did not answer within 0.5 s"
-    assert why["gpu.1.uuid"] == why["links.0.1.read"] == "it was given up after nvmlDeviceGetMigMode did not answer either"
+    gave_up = "it was given up after nvmlDeviceGetMemoryInfo_v2 and nvmlDeviceGetMigMode did not answer"
+    assert why["gpu.1.uuid"] == why["links.0.1.read"] == gave_up
     assert {name for name, value in document["gpus"][1].items() if value is not None} == {"index"}
     assert document["gpus"][0]["memory"]["used"] == [0]
     assert document["gpus"][2]["processes"] == [{"pid": pid, "kind": "compute", "bytes": 5 * MIB}]
@@ -216,28 +216,6 @@ def test_a_child_that_is_stuck_is_not_waited_for(gpus: FakeGpus) -> None:
             if str(gpus.library) in (folder / "maps").read_text():
                 leftovers.append(folder.name)
     assert leftovers == []
-
-
-def test_where_a_child_stands_is_never_read_half_written() -> None:
-    """A time that was written byte by byte is read wrong once in a hundred times, and then looks like a stall."""
-    child = Child(lambda report: None, ())
-    child.prepare()
-    pid = os.fork()
-    if not pid:
-        while True:
-            child.stand("gpu.3.memory", "nvmlDeviceGetMemoryInfo_v2")
-    try:
-        until = time.monotonic() + 1
-        ages = []
-        while time.monotonic() < until:
-            since = child.since()
-            ages.append(time.monotonic() - since)
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    assert len(ages) > 10_000
-    assert min(ages) > -0.01
-    assert max(ages) < 1
 
 
 # Disks and processes
