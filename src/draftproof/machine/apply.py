@@ -10,15 +10,16 @@ more before it signals. Then the memory is watched until it is low and steady, o
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from draftproof.errors import DraftproofError, Refused
+from draftproof.errors import DraftproofError, Refused, Undecided
 from draftproof.machine.holders import Holder
 from draftproof.machine.look import QUICK, TRAVEL_S, Look, Needs, look_at
 from draftproof.machine.reclaim import HostPlan, ReclaimPlan
@@ -82,8 +83,10 @@ class Applied:
         return not self.blockers
 
 
-def apply(plan: HostPlan, reach: Reach, *, allowance_mib: int = 0) -> Applied:
+def apply(plan: HostPlan, reach: Reach, *, allowance_mib: int = 0, interrupted: threading.Event | None = None) -> Applied:
     """Stop what the plan names and is still what it was; wait until its GPUs are free.
+
+    Once `interrupted` is set nothing is killed any more, and what became of everybody is said.
 
     Raises Refused when the host refuses the plan as a whole (another host, another boot, a changed file), and what the
     look raises when the host cannot be reached. Individual refusals are outcomes, not errors.
@@ -93,42 +96,71 @@ def apply(plan: HostPlan, reach: Reach, *, allowance_mib: int = 0) -> Applied:
     if before.error is not None:
         raise before.error
     _check_place(plan, before)
+    if before.blind is not None:
+        raise Undecided(
+            f"Nothing was done, for who holds the GPUs cannot be told now: {before.blind}.", where=reach.name, remedy=_LOOK_AGAIN
+        )
     current, dropped = still_true(plan, before)
     if current.empty:
         stopped = _Stopped(refused=None, units=(), outcomes=(), seconds=0.0)
     else:
-        answer = reach.ask("stop", {"plan": current.model_dump(mode="json")}, _longest(current))
+        answer = reach.ask("stop", {"plan": current.model_dump(mode="json")}, _longest(current), interrupted)
         stopped = _read(answer.document, reach)
     if stopped.refused is not None:
         raise Refused(f"{reach.name} refused the plan: {stopped.refused}", remedy=_LOOK_AGAIN)
     started = time.monotonic()
-    after = _until_free(reach, needs, quiet=current.empty)
+    after = _until_free(reach, needs, quiet=current.empty or (interrupted is not None and interrupted.is_set()))
     ended = {outcome.pid: outcome for outcome in stopped.outcomes}
     blockers = tuple(_blocker(holder, plan, ended) for holder in after.blockers)
-    if after.error is not None:  # the processes have ended all the same, so what became of them is said
-        blockers = (f"unknown, for the look afterwards failed: {after.error.what}",)
+    if after.blind is not None:  # the processes have ended all the same, so what became of them is said
+        blockers = (*blockers, f"unknown, for the look afterwards did not tell: {after.blind}")
     return Applied(
         host=plan.host,
         units=stopped.units,
         outcomes=(*dropped, *stopped.outcomes),
-        freed_mib=0 if after.error is not None else max(0, _in_use(before) - _in_use(after)) // MIB,
+        freed_mib=0 if after.blind is not None else max(0, _in_use(before) - _in_use(after)) // MIB,
         blockers=blockers,
         stop_s=stopped.seconds,
         verify_s=time.monotonic() - started,
     )
 
 
-def apply_all(plan: ReclaimPlan, *, python: str = "python3", sudo: bool = False, allowance_mib: int = 0) -> list[Applied | DraftproofError]:
-    """Carry out the plans of all hosts at once; what came of each, in order."""
+def apply_all(
+    plan: ReclaimPlan,
+    *,
+    python: str = "python3",
+    sudo: bool = False,
+    allowance_mib: int = 0,
+    announce: Callable[[Applied | DraftproofError], None] = lambda one: None,
+) -> list[Applied | DraftproofError]:
+    """Carry out the plans of all hosts at once; what came of each, in order, also told to `announce`.
+
+    Ctrl-C stops the killing, not the answer: it is raised once every host has said what became of its processes.
+    """
+    interrupted = threading.Event()
 
     def one(host: HostPlan) -> Applied | DraftproofError:
         try:
-            return apply(host, Reach(host.address, python=python, sudo=sudo), allowance_mib=allowance_mib)
+            reach = Reach(host.address, python=python, sudo=sudo)
+            return apply(host, reach, allowance_mib=allowance_mib, interrupted=interrupted)
         except DraftproofError as error:
             return error
 
     with ThreadPoolExecutor(max_workers=max(1, len(plan.hosts))) as pool:
-        return list(pool.map(one, plan.hosts))
+        running = [pool.submit(one, host) for host in plan.hosts]
+        ended: BaseException | None = None
+        while True:
+            try:
+                done = [future.result() for future in running]
+                break
+            except KeyboardInterrupt as error:
+                interrupted.set()
+                ended = error
+    for result in done:
+        announce(result)
+    if ended is not None:
+        raise ended
+    return done
 
 
 def applied_document(done: Sequence[Applied | DraftproofError]) -> dict[str, Any]:
@@ -184,15 +216,15 @@ def _check_place(plan: HostPlan, look: Look) -> None:
 
 def still_true(plan: HostPlan, look: Look) -> tuple[HostPlan, tuple[Outcome, ...]]:
     """The plan without targets that were recycled, hold nothing any more, or were to go along with one of those; and what
-    became of them. One that is not to be seen may still live: `stop.py` looks for itself."""
+    became of them."""
     changed: dict[int, str] = {}
     holding = {holder.pid for holder in look.blockers}
     for target in plan.targets:
         process = look.seen.process(target.pid)
         if process is not None and (process.start_ticks, process.uid) != (target.start_ticks, target.uid):
             changed[target.pid] = "the process id is another process's now"
-        elif process is not None and target.mib and target.pid not in holding:
-            changed[target.pid] = "it holds no memory there any more, so it was left alone"
+        elif target.mib and target.pid not in holding:
+            changed[target.pid] = "it has ended or holds no memory there any more, so it was left alone"
     # Who holds nothing was to end for the sake of one who does: of its own unit, of its parents, or else of any.
     let_go = set(changed)
     reasons = {target.unit for target in plan.targets if target.pid not in let_go and (target.mib or target.pid in holding)}
@@ -239,7 +271,7 @@ def _until_free(reach: Reach, needs: Needs, *, quiet: bool) -> Look:
     seen: list[int] = []
     while True:
         look = _look(reach, needs)
-        if look.error is not None:
+        if look.blind is not None:
             seen.clear()
         else:
             seen.append(_in_use(look))
@@ -263,5 +295,6 @@ def _blocker(holder: Holder, plan: HostPlan, ended: dict[int, Outcome]) -> str:
         return f"{holder.why}; {left.remedy}"
     if holder.process is not None and all(target.pid != holder.pid for target in plan.targets):
         parent = holder.process.ppid
-        return f"{holder.why}; it was started after the plan, by pid {parent}: plan again with --tree {parent}"
+        again = f"plan again with --tree {parent}" if parent > 1 else "plan again"
+        return f"{holder.why}; it was started after the plan, by pid {parent}: {again}"
     return holder.why

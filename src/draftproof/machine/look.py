@@ -105,6 +105,25 @@ class Look:
         return [] if self.snapshot is None else find_holders(self.snapshot, [gpu.index for gpu in self.gpus])
 
     @property
+    def blind(self) -> str | None:
+        """Why nothing can be said of who holds the needed GPUs; None: it can."""
+        if self.snapshot is None:
+            return self.error.what if self.error is not None else "it was not looked at"
+        unseen = {one.what: one.why for one in self.snapshot.unseen}
+        if why := unseen.get("nvml") or unseen.get("nvml.count") or unseen.get("probe"):
+            return why
+        missing = sorted(set(self.needs.gpus or ()) - {gpu.index for gpu in self.gpus})
+        if missing:
+            return f"GPU {', '.join(map(str, missing))} is not there"
+        for gpu in self.gpus:
+            for part, seen in (("memory", gpu.memory), ("processes", gpu.processes)):
+                if seen is None:
+                    return f"GPU {gpu.index}: its {part} could not be read: {self.snapshot.why_unseen(f'gpu.{gpu.index}') or 'not told'}"
+        if self.gpus and self.snapshot.processes is None:
+            return self.snapshot.why_unseen("processes") or "the processes could not be read"
+        return None
+
+    @property
     def blockers(self) -> list[Holder]:
         """Those that stand in the way. Memory that no process owns does not within the allowance, which is for just that."""
         allowance = self.needs.allowance_mib * MIB

@@ -106,13 +106,16 @@ class Reach:
         """For sentences."""
         return "this machine" if self.host is None else self.host
 
-    def ask(self, script: Script, request: Request, timeout_s: float) -> Answer:
+    def ask(self, script: Script, request: Request, timeout_s: float, interrupted: threading.Event | None = None) -> Answer:
         """Run a script there and return its document, within `timeout_s` in any case.
+
+        Once `interrupted` is set a look is dropped. `stop` is not: here it is told by SIGINT, sends no KILL any more and says
+        what became of each; on another host it is waited for, since what was begun there cannot be called back.
 
         Raises Unreachable, with ssh's or Python's own words and a remedy, when there is no whole document by then;
         UsageError for a DRAFTPROOF_PROBE_ROOTS that cannot be used.
         """
-        return _ask(self, script, request, timeout_s, threading.Event())
+        return _ask(self, script, request, timeout_s, interrupted or threading.Event())
 
 
 def ask_all(
@@ -146,7 +149,8 @@ def _ask(reach: Reach, script: Script, request: Request, timeout_s: float, inter
     partial = None
     while True:
         left_s = started + timeout_s - time.monotonic()
-        ended = _run(_command(reach, argument, sudo=sudo, left_s=left_s), program, left_s, interrupted, remote=reach.host is not None)
+        command = _command(reach, argument, sudo=sudo, left_s=left_s)
+        ended = _run(command, program, left_s, interrupted, remote=reach.host is not None, finishes=script == "stop")
         if ended.document is not None:
             return Answer(ended.document, time.monotonic() - started, partial)
         why = _sudo_refusal(ended) if sudo else None
@@ -309,8 +313,11 @@ class _Ended:
         return self.stdout[begin + len(BEGIN) : end].strip()
 
 
-def _run(command: Sequence[str], program: Path, left_s: float, interrupted: threading.Event, *, remote: bool) -> _Ended:
-    """Run a command with a file on stdin; returns within `left_s`, and nothing of it runs on here."""
+def _run(command: Sequence[str], program: Path, left_s: float, interrupted: threading.Event, *, remote: bool, finishes: bool) -> _Ended:
+    """Run a command with a file on stdin; returns within `left_s`, and nothing of it runs on here.
+
+    finishes: an interruption does not drop it, see `Reach.ask`.
+    """
     deadline = time.monotonic() + left_s
     environment = {**os.environ, "LC_ALL": "C", "LANG": "C", "LANGUAGE": "C", "SSH_ASKPASS_REQUIRE": "never"}
     with program.open("rb") as stream:
@@ -329,9 +336,23 @@ def _run(command: Sequence[str], program: Path, left_s: float, interrupted: thre
         except OSError as error:
             return _Ended("could not start", None, b"", f"{command[0]}: {error.strerror}")
     try:
-        return _listen(child, deadline, interrupted)
+        if not finishes:
+            return _listen(child, deadline, interrupted)
+        told = threading.Thread(target=_tell, args=(child, interrupted, remote), name="tell-stop", daemon=True)
+        told.start()
+        return _listen(child, deadline, threading.Event())
     finally:
         _end(child)
+
+
+def _tell(child: subprocess.Popen[bytes], interrupted: threading.Event, remote: bool) -> None:
+    """Pass an interruption on to a child here, once."""
+    while child.poll() is None:
+        if interrupted.wait(LOOK_EVERY_S):
+            if not remote:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, signal.SIGINT)
+            return
 
 
 def _listen(child: subprocess.Popen[bytes], deadline: float, interrupted: threading.Event) -> _Ended:
