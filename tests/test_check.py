@@ -12,6 +12,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from draftproof.machine.look import Needs, look_at
+from draftproof.machine.remote import Reach
 from fake_gpus import FakeGpus, ended, wait_for
 from line import draftproof, end, start, write_job
 from sshd import running, socket_folder
@@ -116,6 +118,54 @@ def test_a_recipe_says_what_is_needed_and_what_is_at_stake(gpus: FakeGpus, tmp_p
     assert "This recipe has no stage 'trian'." in wrong.sentence()
 
 
+def test_a_waiver_of_the_recipe_counts_as_in_a_run(gpus: FakeGpus, tmp_path: Path, tm_folder: Path) -> None:
+    recipe = write_job(tmp_path / "job", tm_folder)
+    gpus.holder([0], 500)
+    held = ("machine.gpus=[0]", "--json")
+    assert draftproof("check", recipe, *held).code == 3
+    waive = "gates.waive={gpu.holders: bob may stay, gpu.memory: bob may stay}"
+    document = draftproof("check", recipe, waive, *held).document()
+    assert (document["exit_code"], document["verdict"]) == (0, "warn")
+    overruled = [finding for finding in document["findings"] if finding["status"] == "fail"]
+    assert [finding["check"] for finding in overruled] == ["gpu.holders", "gpu.memory"]
+    assert all(finding["evidence"].endswith("(waived: bob may stay)") for finding in overruled)
+
+
+def test_hosts_of_a_recipe_are_looked_at_once_and_as_asked(gpus: FakeGpus, node7: str, tmp_path: Path, tm_folder: Path) -> None:
+    recipe = write_job(tmp_path / "job", tm_folder)
+    hosts = f"machine.hosts=[{node7},{node7}]"
+    assert len(draftproof("check", recipe, hosts, "--host", node7, "--json").document()["hosts"]) == 1
+    both = draftproof("check", recipe, hosts, "--python", "/nowhere/python3", "--json")
+    assert both.code == 4
+    unreached = [
+        finding for finding in both.document()["findings"] if finding["check"] == "host.reached" and finding["status"] == "unknown"
+    ]
+    assert [finding["host"] for finding in unreached] == [node7]
+    assert "/nowhere/python3" in unreached[0]["evidence"]
+
+
+def test_a_slow_host_does_not_excuse_the_clocks_of_others(gpus: FakeGpus) -> None:
+    here, nowhere = look_at([Reach(), Reach("nowhere.invalid")], Needs())
+    assert here.snapshot is not None
+    assert here.between[1] - here.between[0] == pytest.approx(here.seconds)
+    assert nowhere.error is not None
+
+
+def test_a_library_that_does_not_load_beside_devices_is_unknown(gpus: FakeGpus) -> None:
+    """As after an update of the driver: the devices are there, and nobody can ask them."""
+    gpus.library.write_bytes(b"no library")
+    ran = draftproof("check", "--json")
+    assert ran.code == 4
+    found = {finding["check"]: finding for finding in ran.document()["findings"]}
+    assert found["gpu.count"]["status"] == "unknown"
+    assert "cannot be loaded" in found["gpu.count"]["evidence"]
+
+
+def test_watching_prints_no_document(gpus: FakeGpus) -> None:
+    ran = draftproof("check", "--watch", "1", "--json")
+    assert (ran.code, ran.document()["status"]) == (2, "usage")
+
+
 def test_check_looks_again_until_ctrl_c(gpus: FakeGpus) -> None:
     process = start("check", "--watch", "0.2", "--gpus", "0")
     time.sleep(2.5)
@@ -180,6 +230,40 @@ def test_a_plan_of_elsewhere_is_refused(gpus: FakeGpus, tmp_path: Path, key: str
     ran = draftproof("reclaim", "--apply", path)
     assert ran.code == 3
     assert words in ran.sentence()
+    assert not ended(worker)
+
+
+def test_who_only_belongs_to_one_that_let_go_is_left_alone(gpus: FakeGpus, tmp_path: Path) -> None:
+    supervisor, child = gpus.respawner([2], 900)
+    plan = tmp_path / "plan.json"
+    drawn = draftproof("reclaim", "--tree", str(supervisor), "--out", plan, "--json").document()
+    assert {target["pid"] for target in drawn["plan"]["targets"]} == {supervisor, child}
+    gpus.unsay("hold 2")
+    done = draftproof("reclaim", "--apply", plan, "--json")
+    assert done.code == 0, done.stderr
+    assert {outcome["outcome"] for outcome in done.document()["hosts"][0]["outcomes"]} == {"changed"}
+    assert not ended(supervisor)
+    assert not ended(child)
+
+
+def test_an_idle_level_that_is_allowed_is_free(gpus: FakeGpus, tmp_path: Path) -> None:
+    worker, plan = gpus.holder([0], 900), tmp_path / "plan.json"
+    gpus.say(f"unowned 0 {200 * 2**20}")
+    draftproof("reclaim", "--gpus", "0", "--out", plan)
+    done = draftproof("reclaim", "--apply", plan, "--allow-mib", "200", "--json")
+    assert done.code == 0, done.stderr
+    assert (done.document()["freed_mib"], done.document()["blockers"]) == (900, [])
+    assert ended(worker)
+    assert draftproof("check", "--gpus", "0", "--allow-mib", "200").code == 0
+    assert draftproof("check", "--gpus", "0", "--allow-mib", "199").code == 3
+
+
+def test_a_choice_beside_a_plan_is_refused(gpus: FakeGpus, tmp_path: Path) -> None:
+    worker, plan = gpus.holder([0], 900), tmp_path / "plan.json"
+    draftproof("reclaim", "--out", plan)
+    ran = draftproof("reclaim", "--apply", plan, "--gpus", "3")
+    assert ran.code == 2
+    assert "--apply takes no choice beside it" in ran.sentence()
     assert not ended(worker)
 
 

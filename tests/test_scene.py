@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from draftproof.machine.reclaim import ReclaimPlan, load_plan, save
 from fake_gpus import FakeGpus, control_group, ended, wait_for
 from line import draftproof, end, start, write_job
 
@@ -114,11 +115,34 @@ def test_units_of_the_recipe_are_shown_and_stopped_on_demand(
 
 
 @needs_root
+def test_what_a_stopped_unit_would_not_mend_is_still_said(
+    gpus: FakeGpus, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with control_group("system.slice/vllm.service") as group:
+        unit(tmp_path, monkeypatch, gpus.holder([0], 900, cgroup=group))
+        gpus.say("set 1 failed 1")
+        ran = draftproof("run", recipe, *UNTIL, "machine.units=[vllm.service]", "--workdir", tmp_path / "run", "-q")
+        assert ran.code == 3
+        assert "Also: Units of this recipe hold the GPUs." in ran.sentence()
+
+
+def test_a_plan_of_another_host_is_not_passed_over(gpus: FakeGpus, recipe: Path, tmp_path: Path) -> None:
+    worker, path = gpus.holder([0], 900), tmp_path / "plan.json"
+    draftproof("reclaim", "--out", path)
+    made = load_plan(path).hosts[0]
+    save(ReclaimPlan(hosts=(made, made.model_copy(update={"host": "node9"}).sealed())), path)
+    ran = draftproof("run", recipe, *UNTIL, "--workdir", tmp_path / "run", "-q", "--apply", path)
+    assert ran.code == 2
+    assert "The plan is for node9; a run frees only the machine that it runs on" in ran.sentence()
+    assert not ended(worker)
+
+
+@needs_root
 def test_a_yes_on_a_terminal_stops_them(gpus: FakeGpus, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with control_group("system.slice/vllm.service") as group:
         worker = gpus.holder([0], 71_604, name="VLLM::Worker_TP0", cgroup=group)
         unit(tmp_path, monkeypatch, worker, active=False)  # stopped long ago; its worker lives on in its group
-        code, said = _at_a_terminal("run", recipe, *UNTIL, "machine.units=[vllm.service]", "--workdir", tmp_path / "run", answer="y")
+        code, said = _at_a_terminal("run", recipe, *UNTIL, "machine.units=[vllm.service]", "--workdir", tmp_path / "run", answer="y\n")
         assert "Stop them now, and go on?" in said
         assert "71,604" in said
         assert code == 0, said
@@ -126,11 +150,14 @@ def test_a_yes_on_a_terminal_stops_them(gpus: FakeGpus, recipe: Path, tmp_path: 
 
 
 @needs_root
-def test_a_no_on_a_terminal_leaves_them(gpus: FakeGpus, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("answer", ["n\n", "\x04"], ids=["no", "Ctrl-D"])
+def test_a_no_on_a_terminal_leaves_them(answer: str, gpus: FakeGpus, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with control_group("system.slice/vllm.service") as group:
         worker = gpus.holder([0], 71_604, name="VLLM::Worker_TP0", cgroup=group)
         unit(tmp_path, monkeypatch, worker)
-        code, said = _at_a_terminal("run", recipe, *UNTIL, "machine.units=[vllm.service]", "--workdir", tmp_path / "run", answer="n")
+        command = ("run", recipe, *UNTIL, "machine.units=[vllm.service]", "--workdir", tmp_path / "run", "-q")
+        code, said = _at_a_terminal(*command, answer=answer)
+        assert "systemctl stop vllm.service" in said  # shown before the question, also with -q
         assert code == 3, said
         assert not ended(worker)
 
@@ -193,7 +220,7 @@ def _at_a_terminal(*arguments: str | Path, answer: str) -> tuple[int, str]:
             break
         said += chunk
         if not answered and b"[y/N]" in said:
-            os.write(ours, f"{answer}\n".encode())
+            os.write(ours, answer.encode())
             answered = True
     os.close(ours)
     return process.wait(60), said.decode(errors="replace")

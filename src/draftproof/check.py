@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, Field
 
 from draftproof.errors import DraftproofError, Refused, Undecided, UsageError
-from draftproof.gate.finding import SEVERITY, Finding, Status, failed, passed, unsure, warned
+from draftproof.gate.finding import Finding, Status, failed, passed, unsure, verdict_of, warned
 from draftproof.gate.machine import judge
 from draftproof.machine.holders import Holder
 from draftproof.machine.look import TRAVEL_S, Look, Needs, look_at, needs_of
@@ -112,15 +112,15 @@ class Checked:
 
     @property
     def verdict(self) -> Status:
-        """The worst finding."""
-        return max((finding.status for finding in self.findings), key=SEVERITY.__getitem__, default="pass")
+        """The worst finding that is not waived."""
+        return verdict_of(self.findings)
 
     def document(self) -> CheckDocument:
         """For `--json`."""
         return CheckDocument(
             verdict=self.verdict,
             protects=self.protects,
-            findings=[ShownFinding(**{key: getattr(f, key) for key in ShownFinding.model_fields}) for f in self.findings],
+            findings=[_shown_finding(finding) for finding in self.findings],
             hosts=[_shown_host(look) for look in self.looks],
         )
 
@@ -128,20 +128,21 @@ class Checked:
         """Raise Refused or Undecided unless the verdict is pass or warn."""
         if self.verdict not in ("fail", "unknown"):
             return
-        worst = [finding for finding in self.findings if finding.status == self.verdict]
+        worst = [finding for finding in self.findings if finding.status == self.verdict and finding.waived is None]
         more = f" ({len(worst) - 1} more)" if len(worst) > 1 else ""
         error = Refused if self.verdict == "fail" else Undecided
         raise error(f"{worst[0].check}: {worst[0].evidence}{more}", where=worst[0].host, remedy=worst[0].remedy)
 
 
 def check_recipe(loaded: LoadedRecipe, stage: str, reaches: Sequence[Reach], needs: Needs | None = None, *, deep: bool = False) -> Checked:
-    """The same for what a stage of a recipe needs, with the checks of its target and run folder. `needs.disks`, `.ports`
-    and `.gpus` (unless None) are kept; raises UsageError for a stage that the recipe does not have.
+    """The same for what a stage of a recipe needs, on `reaches` and the recipe's other hosts, with the checks of its target
+    and run folder, and its waivers. `needs.disks`, `.ports` and `.gpus` (unless None) are kept, and the larger allowance
+    counts. Raises UsageError for a stage that the recipe does not have.
 
     Torch is not imported: where a driver is there, the stage is taken to run on the GPU, unless the recipe says `cpu`.
     """
     from draftproof.gate.catalog import UNLOADED  # numpy and more: 0.2 s that a look at the machine alone should not take
-    from draftproof.gate.gate import GateContext, run_gate
+    from draftproof.gate.gate import GateContext, run_gate, waived
     from draftproof.plan import make_plan, measure_flops
     from draftproof.target.target import open_target
 
@@ -154,11 +155,20 @@ def check_recipe(loaded: LoadedRecipe, stage: str, reaches: Sequence[Reach], nee
         raise UsageError(f"This recipe has no stage {stage!r}.", where="--stage", remedy=f"Its stages: {', '.join(stages)}.")
     plan = stages[stage]
     needed = needs_of(recipe, device, plan)
-    needed = replace(needed, gpus=needed.gpus if given.gpus is None else given.gpus, disks=given.disks, ports=given.ports)
-    checked = check([*reaches, *map(Reach, recipe.machine.hosts)], needed, protects=f"{stage}: {plan.protects}", deep=deep)
+    needed = replace(
+        needed,
+        gpus=needed.gpus if given.gpus is None else given.gpus,
+        allowance_mib=max(needed.allowance_mib, given.allowance_mib),
+        disks=given.disks,
+        ports=given.ports,
+    )
+    asked = {reach.host for reach in reaches}
+    others = [replace(reaches[0], host=host) for host in dict.fromkeys(recipe.machine.hosts) if host not in asked]
+    checked = check([*reaches, *others], needed, protects=f"{stage}: {plan.protects}", deep=deep)
     context = GateContext(stage, "before", recipe, target, {}, Path(recipe.run.dir) / stage, plan, device=device)
     gate = run_gate(context, UNLOADED, protects=plan.protects)
-    return Checked(checked.looks, [*checked.findings, *gate.findings], checked.protects)
+    findings = [waived(finding, recipe.gates.waive) for finding in checked.findings]
+    return Checked(checked.looks, [*findings, *gate.findings], checked.protects)
 
 
 def parse_gpus(text: str | None) -> tuple[int, ...] | None:
@@ -215,6 +225,10 @@ class CopiesDocument(BaseModel):
     model_config = ConfigDict(frozen=True)
     pairs: list[_Pair]
     why: str | None = None
+
+
+def _shown_finding(finding: Finding) -> ShownFinding:
+    return ShownFinding(check=finding.check, status=finding.status, host=finding.host, evidence=finding.said, remedy=finding.remedy)
 
 
 def _shown_host(look: Look) -> ShownHost:

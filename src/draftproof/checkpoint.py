@@ -19,17 +19,35 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.artifact import read_json, write_json
-from draftproof.errors import Refused
+from draftproof.errors import Refused, UsageError
 from draftproof.gate.catalog import CHECKS
 from draftproof.gate.finding import failed
 from draftproof.gate.gate import GateContext, GateReport, enforce, run_gate
 from draftproof.machine.apply import Applied, apply
-from draftproof.machine.reclaim import HostPlan, ReclaimPlan, Selection, plan_host, save
+from draftproof.machine.reclaim import HostPlan, ReclaimPlan, Selection, load_plan, plan_host, save
 from draftproof.machine.remote import Reach
 from draftproof.machine.watch import LoadTurnedBad, Watch
 from draftproof.recipe import Recipe
 from draftproof.stage import Point, StagePlan
 from draftproof.target.target import Target
+
+_FREED = ("gpu.holders", "gpu.memory")
+"""What is well once the holders are stopped."""
+
+
+def plans_for_here(path: Path) -> list[HostPlan]:
+    """The plans of a file that a run may carry out. Raises UsageError for a plan of another host: a run frees the machine
+    that it runs on, and a plan that is passed over in silence would be taken for carried out."""
+    plans = list(load_plan(path).hosts)
+    here = os.uname().nodename
+    for plan in plans:
+        if plan.host != here:
+            raise UsageError(
+                f"The plan is for {plan.host}; a run frees only the machine that it runs on, {here}.",
+                where=str(path),
+                remedy="Carry it out with `draftproof reclaim --apply`, then run without it.",
+            )
+    return plans
 
 
 @dataclass
@@ -86,6 +104,8 @@ class Checkpoint:
             if waiting is None:
                 raise
             remedy = f"Units of this recipe hold the GPUs. Read {waiting}, then run the same command with --apply {waiting}."
+            if any(finding.status == "fail" and finding.waived is None and finding.check not in _FREED for finding in report.findings):
+                remedy = f"{refused.remedy} Also: {remedy}"
             raise Refused(refused.what, where=refused.where, remedy=remedy) from None
         if point == "loading" and self.recipe.machine.watch_s is not None:
             self._watch = Watch(context.looks[0], every_s=self.recipe.machine.watch_s, give_up=self._give_up)

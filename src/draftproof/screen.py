@@ -27,7 +27,7 @@ def print_check(checked: Checked, console: Console, *, verbose: bool = False) ->
         if verbose or finding.status != "pass":
             host = f"[dim]{escape(finding.host)}[/] " if finding.host and len(checked.looks) > 1 else ""
             colour = COLOURS[finding.status]
-            console.print(f"[{colour}]{finding.status.upper():>7}[/]  {host}{finding.check}: {escape(finding.evidence)}", soft_wrap=True)
+            console.print(f"[{colour}]{finding.status.upper():>7}[/]  {host}{finding.check}: {escape(finding.said)}", soft_wrap=True)
             if finding.remedy:
                 console.print(f"         -> {escape(finding.remedy)}", soft_wrap=True)
     colour = COLOURS[checked.verdict]

@@ -34,10 +34,7 @@ def gate_lines(report: GateReport, *, verbose: bool) -> list[str]:
     lines = [f"{verdict} gate {report.stage} ({report.point}), {len(report.findings)} checks; protects {escape(report.protects)}"]
     for finding in report.findings:
         if verbose or finding.status != "pass":
-            waived = f" (waived: {escape(finding.waived)})" if finding.waived else ""
-            lines.append(
-                f"           [{COLOURS[finding.status]}]{finding.status:>7}[/] {finding.check}: {escape(finding.evidence)}{waived}"
-            )
+            lines.append(f"           [{COLOURS[finding.status]}]{finding.status:>7}[/] {finding.check}: {escape(finding.said)}")
             if finding.remedy:
                 lines.append(f"                   -> {escape(finding.remedy)}")
     return lines

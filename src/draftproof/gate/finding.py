@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +31,16 @@ class Finding:
     """The recipe's reason for overruling this finding."""
     host: str | None = None
     """Which machine it is about, where that matters."""
+
+    @property
+    def said(self) -> str:
+        """The evidence, and why it was overruled."""
+        return self.evidence if self.waived is None else f"{self.evidence} (waived: {self.waived})"
+
+
+def verdict_of(findings: Iterable[Finding]) -> Status:
+    """The worst finding that is not waived."""
+    return max((finding.status for finding in findings if finding.waived is None), key=SEVERITY.__getitem__, default="pass")
 
 
 def passed(check: str, evidence: str) -> Finding:

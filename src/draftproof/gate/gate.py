@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from draftproof.errors import DraftproofError, Refused, Undecided
-from draftproof.gate.finding import SEVERITY, Finding, Status, unsure
+from draftproof.gate.finding import Finding, Status, unsure, verdict_of
 
 if TYPE_CHECKING:
     from draftproof.machine.look import Look
@@ -80,7 +80,7 @@ class GateReport:
     @property
     def verdict(self) -> Status:
         """The worst finding that is not waived."""
-        return max((f.status for f in self.findings if f.waived is None), key=SEVERITY.__getitem__, default="pass")
+        return verdict_of(self.findings)
 
 
 def check_name(check: Callable[..., Finding]) -> str:
@@ -104,14 +104,14 @@ def answer(check: Callable[[Subject], Finding], subject: Subject) -> Finding:
 
 def run_gate(context: GateContext, checks: Iterable[Check], *, protects: str) -> GateReport:
     """Run every check; apply the recipe's waivers to those that did not pass."""
-    report = GateReport(context.stage, context.point, protects)
-    waive = context.recipe.gates.waive
-    for check in checks:
-        finding = answer(check, context)
-        if finding.status in ("fail", "unknown") and finding.check in waive:
-            finding = replace(finding, waived=waive[finding.check])
-        report.findings.append(finding)
-    return report
+    findings = [waived(answer(check, context), context.recipe.gates.waive) for check in checks]
+    return GateReport(context.stage, context.point, protects, findings)
+
+
+def waived(finding: Finding, waive: Mapping[str, str]) -> Finding:
+    """The finding, overruled if it did not pass and the recipe names a reason for its check."""
+    overruled = finding.status in ("fail", "unknown") and finding.check in waive
+    return replace(finding, waived=waive[finding.check]) if overruled else finding
 
 
 def enforce(report: GateReport) -> None:

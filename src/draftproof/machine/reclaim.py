@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -194,9 +194,13 @@ def plan_host(look: Look, selection: Selection) -> HostPlan:
     ).sealed()
 
 
-def draw(reaches: Sequence[Reach], selection: Selection) -> ReclaimPlan:
-    """A plan for each host. Raises the first host's error that could not be looked at."""
+def draw(reaches: Sequence[Reach], selection: Selection, *, tell: Callable[[str], None] = lambda sentence: None) -> ReclaimPlan:
+    """A plan for each host. Raises the first host's error that could not be looked at; `tell` gets the reason where one
+    was seen in part, for then the plan may name too few."""
     looks = look_at(reaches, Needs(gpus=selection.gpus), parts=QUICK)
+    for look in looks:
+        if look.partial is not None:
+            tell(look.partial)
     return ReclaimPlan(hosts=tuple(plan_host(look, selection) for look in looks))
 
 
