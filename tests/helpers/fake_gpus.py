@@ -67,9 +67,14 @@ def hold():
     if job["runs"] is not None:
         signal.signal(signal.SIGUSR1, lambda *_: os.system(job["runs"]))
     if job["how"] == "forked":
+        read, write = os.pipe()
         child = os.fork()
         if not child:
+            if job["own_session"]:
+                os.setsid()
+            os.write(write, b".")
             time.sleep(600)
+        os.read(read, 1)
         if job["bytes"] is not None:
             claim(os.getpid(), [os.getpid(), child])
         tell(os.getpid(), child)
@@ -173,10 +178,7 @@ class FakeGpus:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for pid in self.alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: not self.alive())
+        wait_for(lambda: not self._kill())  # again and again: a supervisor may have been faster
 
     @property
     def roots(self) -> dict[str, str]:
@@ -255,6 +257,14 @@ class FakeGpus:
                     found.append(int(folder.name))
         return found
 
+    def _kill(self) -> list[int]:
+        """Kill all that run; who that was."""
+        pids = self.alive()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return pids
+
     def _start(
         self,
         how: str,
@@ -278,8 +288,8 @@ class FakeGpus:
     ) -> list[int]:
         """`name`: its comm and first word. `listed`: NVML shows it. `uvm`, `control`: has these devices open. `cgroup`: a folder of
         the cgroup tree for whoever holds to live in. `env`: more environment. `arguments`: the end of its command line. `port`: an
-        orphan's front end listens there; `own_session`: the orphan left that of its front end. `runs`: a command of the shell that
-        it runs at SIGUSR1. `number`: the process id to have, which takes a pid namespace where nobody else starts processes."""
+        orphan's front end listens there. `own_session`: a child or orphan left that of its parent. `runs`: a command of the shell
+        that it runs at SIGUSR1. `number`: the process id to have, which takes a pid namespace where nobody else starts processes."""
         opens = [*(f"nvidia{index}" for index in gpus), *(["nvidiactl"] if control else []), *(["nvidia-uvm"] if uvm else [])]
         ready = self.folder / f"ready-{secrets.token_hex(6)}"
         job = {
