@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from draftproof.machine import probe, snapshot
-from fake_gpus import MIB, FakeGpus, run_probe
+from fake_gpus import MIB, SOURCE, FakeGpus, run_probe
 
 CALL_S, DEADLINE_S = 0.5, 3.0
 """Half a second is long for a call of the fake, also on a machine that is busy with other tests."""
@@ -40,10 +40,22 @@ OF_A_GPU = {
     "nvmlDeviceGetRemappedRows": "health.remap_pending",
     "nvmlDeviceGetFieldValues": "health.recovery_action",
     "nvmlDeviceGetCurrPcieLinkWidth": "pcie",
+    "nvmlDeviceGetCurrPcieLinkGeneration": "pcie",
+    "nvmlDeviceGetMaxPcieLinkWidth": "pcie",
     "nvmlDeviceGetMaxPcieLinkGeneration": "pcie",
     "nvmlDeviceGetComputeMode": "compute_mode",
     "nvmlDeviceGetPersistenceMode": "persistence",
 }
+OF_AN_OLD_GPU = {
+    "nvmlDeviceGetMemoryInfo": "memory",
+    "nvmlDeviceGetComputeRunningProcesses": "processes",
+    "nvmlDeviceGetGraphicsRunningProcesses": "processes",
+    "nvmlDeviceGetCurrentClocksThrottleReasons": "health.slowdown",
+}
+OF_LISTS_OF_VERSION_2 = {f"nvmlDeviceGet{kind}RunningProcesses_v2": "processes" for kind in ("Compute", "Graphics", "MPSCompute")}
+OF_A_SPLIT_GPU = {"nvmlDeviceGetMaxMigDeviceCount": "mig", "nvmlDeviceGetMigDeviceHandleByIndex": "mig"}
+OF_LINKS = {"nvmlDeviceGetP2PStatus": "read", "nvmlDeviceGetTopologyCommonAncestor": "ancestor"}
+HANDLE = "nvmlDeviceGetHandleByIndex_v2"
 
 
 @pytest.fixture
@@ -87,6 +99,66 @@ def test_a_call_that_hangs_on_one_gpu(gpus: FakeGpus, function: str) -> None:
         assert document["gpus"][1]["processes"] == []
 
 
+def test_every_function_of_the_fake_is_made_to_hang_here() -> None:
+    there = set(re.findall(r"^(?:int |LIST\()(nvml\w+)", SOURCE.read_text(), re.MULTILINE)) - {
+        "nvmlShutdown",
+        "nvmlDeviceGetConfComputeMemSizeInfo",
+    }
+    tables = (INIT, SYSTEM, OF_A_GPU, OF_AN_OLD_GPU, OF_LISTS_OF_VERSION_2, OF_A_SPLIT_GPU, OF_LINKS, [HANDLE])
+    assert there == {function for table in tables for function in table}
+
+
+@pytest.mark.parametrize("function", [*OF_AN_OLD_GPU, *OF_LISTS_OF_VERSION_2, *OF_A_SPLIT_GPU])
+def test_a_call_of_other_drivers_that_hangs_on_one_gpu(tmp_path: Path, function: str) -> None:
+    third = [f"-DnvmlDeviceGet{kind}RunningProcesses_v3=hidden_{kind}" for kind in ("Compute", "Graphics", "MPSCompute")]
+    with FakeGpus(tmp_path, count=2, old=function in OF_AN_OLD_GPU, flags=third if function in OF_LISTS_OF_VERSION_2 else []) as gpus:
+        gpus.say("set 0 mig 1" if function in OF_A_SPLIT_GPU else "", "set 1 mig 1" if function in OF_A_SPLIT_GPU else "")
+        whole = look(gpus)
+        gpus.say(f"hang {function} 1 60")
+        document = look(gpus)
+    name = {**OF_AN_OLD_GPU, **OF_LISTS_OF_VERSION_2, **OF_A_SPLIT_GPU}[function]
+    assert told(document)[f"gpu.1.{name}"] == f"{function} did not answer within 0.5 s"
+    assert value_of(document["gpus"][1], name) is None
+    assert document["gpus"][0] == whole["gpus"][0]
+    assert document["gpus"][1]["uuid"] == "GPU-fake-1"
+
+
+@pytest.mark.parametrize(
+    "function", ["nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetPersistenceMode"]
+)
+@pytest.mark.parametrize("deadline_s", [0.4, 1.0])
+def test_a_short_deadline_is_kept_and_the_call_named(gpus: FakeGpus, function: str, deadline_s: float) -> None:
+    """A call that may take a second must not use up what others need: it is given less."""
+    gpus.say(f"hang {function} 1 30")
+    document = run_probe(roots=gpus.roots, deadline_s=deadline_s, parts=["gpus", "processes"])
+    assert document["seconds"] < deadline_s + 0.5
+    assert re.fullmatch(rf"{function} did not answer within 0\.\d+ s", told(document)[f"gpu.1.{OF_A_GPU[function]}"])
+    for index in (0, 2):
+        assert document["gpus"][index]["memory"]["used"] == [0]
+        assert document["gpus"][index]["processes"] == []
+    assert document["processes"] == []
+
+
+def test_one_gpu_that_hangs_leaves_the_others_all_their_samples(gpus: FakeGpus) -> None:
+    pid = gpus.holder([2], 9)
+    gpus.say("hang nvmlDeviceGetMemoryInfo_v2 1 60")
+    document = look(gpus, samples=4, interval_s=0.02)
+    assert [gpu["memory"] and gpu["memory"]["used"] for gpu in document["gpus"]] == [[0] * 4, None, [9 * MIB] * 4]
+    assert document["gpus"][2]["processes"][0]["pid"] == pid
+    assert document["seconds"] < 2 * CALL_S  # it is not tried again for each sample
+
+
+def test_a_driver_that_does_not_start_again_after_it_hung(gpus: FakeGpus) -> None:
+    """What was seen before is kept: eight GPUs do not become none."""
+    gpus.say("hang nvmlDeviceGetUUID 1 60")
+    with subprocess.Popen(["sh", "-c", f"sleep 0.25; echo 'hang nvmlInit_v2 -1 60' >> {gpus.library}.txt"]) as _:
+        document = look(gpus)
+    assert [gpu["memory"] and gpu["memory"]["used"] for gpu in document["gpus"]] == [[0], [0], None]
+    assert [gpu["uuid"] for gpu in document["gpus"]] == ["GPU-fake-0", None, None]
+    assert told(document)["gpu.1.uuid"] == "nvmlDeviceGetUUID did not answer within 0.5 s"
+    assert told(document)["nvml"] == told(document)["gpu.2.memory"] == "nvmlInit_v2 did not answer within 0.5 s"
+
+
 @pytest.mark.parametrize("function", ["nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetName", "nvmlDeviceGetPersistenceMode"])
 def test_a_call_that_hangs_on_every_gpu_is_not_asked_three_times(gpus: FakeGpus, function: str) -> None:
     whole = look(gpus)
@@ -115,9 +187,9 @@ def test_a_gpu_on_which_everything_hangs(gpus: FakeGpus) -> None:
 
 
 def test_a_gpu_whose_handle_hangs(gpus: FakeGpus) -> None:
-    gpus.say("hang nvmlDeviceGetHandleByIndex_v2 0 60")
+    gpus.say(f"hang {HANDLE} 0 60")
     document = look(gpus)
-    assert told(document)["gpu.0.memory"] == told(document)["gpu.0"] == "nvmlDeviceGetHandleByIndex_v2 did not answer within 0.5 s"
+    assert told(document)["gpu.0.memory"] == told(document)["gpu.0"] == f"{HANDLE} did not answer within 0.5 s"
     assert [gpu["memory"] is None for gpu in document["gpus"]] == [True, False, False]
 
 
@@ -140,11 +212,11 @@ def test_a_version_that_does_not_come(gpus: FakeGpus, function: str) -> None:
     assert [gpu["memory"]["used"] for gpu in document["gpus"]] == [[0], [0], [0]]
 
 
-@pytest.mark.parametrize("function", ["nvmlDeviceGetP2PStatus", "nvmlDeviceGetTopologyCommonAncestor"])
+@pytest.mark.parametrize("function", OF_LINKS)
 def test_links_that_hang(gpus: FakeGpus, function: str) -> None:
     gpus.say(f"hang {function} -1 60")
     document = look(gpus)
-    asked = "read" if function.endswith("P2PStatus") else "ancestor"
+    asked = OF_LINKS[function]
     other = "ancestor" if asked == "read" else "read"
     assert told(document)[f"links.0.1.{asked}"] == f"{function} did not answer within 0.5 s"
     assert {link[asked] for link in document["links"]} == {None}
@@ -161,12 +233,22 @@ def test_a_driver_that_crashes(gpus: FakeGpus) -> None:
     assert document["gpus"][2]["health"]["remap_pending"] is False
 
 
+@pytest.mark.parametrize(("function", "what"), [("nvmlInit_v2", "nvml"), (HANDLE, "gpu.0"), ("nvmlDeviceGetMemoryInfo_v2", "gpu.0.memory")])
+def test_a_driver_that_crashes_early(gpus: FakeGpus, function: str, what: str) -> None:
+    gpus.say(f"crash {function} {-1 if what == 'nvml' else 0} 0")
+    pid = gpus.holder([2], 5)
+    document = look(gpus)
+    assert told(document)[what] == f"{function} ended the look with SIGABRT"
+    assert [gpu["memory"] and gpu["memory"]["used"] for gpu in document["gpus"]] == ([] if what == "nvml" else [None, [0], [5 * MIB]])
+    assert [process["pid"] for process in document["processes"] if process["device_fds"]] == [pid]
+
+
 @pytest.mark.parametrize(("code", "name"), [(4, "NO_PERMISSION"), (15, "GPU_IS_LOST"), (16, "RESET_REQUIRED"), (777, "777")])
 def test_calls_that_fail_say_how(gpus: FakeGpus, code: int, name: str) -> None:
     gpus.say(*(f"fail {function} 1 {code}" for function in OF_A_GPU))
     document = look(gpus)
     for function, what in OF_A_GPU.items():
-        if "Graphics" not in function and "MPS" not in function and "MaxPcie" not in function:  # the first of several is named
+        if not any(word in function for word in ("Graphics", "MPS", "LinkGeneration", "MaxPcie")):  # the first of several is named
             assert told(document)[f"gpu.1.{what}"] == f"{function} returned {name}"
     assert {key for key, value in document["gpus"][1].items() if value is not None} == {"index"}
     assert document["gpus"][2]["health"]["temperature_c"] == 31
@@ -196,14 +278,16 @@ def test_a_driver_that_writes_to_stdout(tmp_path: Path) -> None:
         assert look(gpus)["gpus"][0]["memory"]["used"] == [0]  # run_probe has checked what was printed
 
 
-def test_no_time_at_all(gpus: FakeGpus) -> None:
-    begun = time.monotonic()
-    document = run_probe(roots=gpus.roots, deadline_s=0)
-    assert time.monotonic() - begun < 2
-    assert document["gpus"] == []
-    assert document["processes"] is None
-    assert told(document)["processes"] == "it was not reached within 0 s"
-    assert "nvml.count" in told(document)
+@pytest.mark.parametrize("deadline_s", [0, 0.05])
+def test_no_time_at_all(gpus: FakeGpus, deadline_s: float) -> None:
+    gpus.say("hang nvmlInit_v2 -1 60")
+    document = run_probe(roots=gpus.roots, deadline_s=deadline_s)
+    assert document["seconds"] < deadline_s + 0.5
+    assert snapshot.parse(json.dumps(document)).gpus == ()
+    assert {"nvml", "nvml.count", "links"} <= set(told(document)) | ({"nvml"} if deadline_s == 0 else set())
+    if deadline_s == 0:
+        assert document["processes"] is None
+        assert told(document)["processes"] == "it was not reached within 0 s"
 
 
 def test_a_child_that_is_stuck_is_not_waited_for(gpus: FakeGpus) -> None:
@@ -287,6 +371,20 @@ def test_a_process_whose_files_hang(gpus: FakeGpus, tmp_path: Path, file: str) -
     else:
         assert re.fullmatch(rf"{proc}/11 did not answer within 0\.\d+ s", told(document)["process.11"])
         assert 11 not in processes
+
+
+def test_processes_that_were_not_reached_are_not_taken_for_gone(gpus: FakeGpus, tmp_path: Path) -> None:
+    proc = tmp_path / "proc"
+    for pid in range(10, 30):
+        folder = fixture_process(proc, pid)
+        (folder / "fd" / "5").symlink_to(gpus.dev / "nvidia0")
+        if pid < 29:
+            (folder / "status").unlink()
+            os.mkfifo(folder / "status")
+    document = look(gpus, roots={"proc": str(proc)})
+    assert document["processes"] == []  # 29 is fine, but comes too late
+    assert told(document)["process.10"].startswith(f"{proc}/10 did not answer within ")
+    assert told(document)["processes"] == "it was not reached within 3 s"
 
 
 @pytest.mark.parametrize("function", ["nvmlInit_v2", "nvmlDeviceGetMemoryInfo_v2"])

@@ -106,9 +106,11 @@ def test_the_probe_does_not_find_itself(gpus: FakeGpus, tmp_path: Path) -> None:
 @AS_ROOT
 def test_processes_of_another_user(gpus: FakeGpus) -> None:
     pid = gpus.holder([0], 5, uid=NOBODY)
-    process = look(gpus)[pid]
-    assert (process["uid"], process["user"]) == (NOBODY, "nobody")
-    assert process["device_fds"] == ["nvidia-uvm", "nvidia0", "nvidiactl"]
+    nameless = gpus.holder([0], 5, uid=54_321)
+    processes = look(gpus)
+    assert (processes[pid]["uid"], processes[pid]["user"]) == (NOBODY, "nobody")
+    assert (processes[nameless]["uid"], processes[nameless]["user"]) == (54_321, "54321")
+    assert processes[pid]["device_fds"] == processes[nameless]["device_fds"] == ["nvidia-uvm", "nvidia0", "nvidiactl"]
 
 
 @pytest.fixture
@@ -153,8 +155,21 @@ exec unshare --mount sh -c 'mount -t proc -o hidepid=2 proc /proc && exec "$@"' 
 
 @pytest.mark.parametrize(
     "name",
-    ["two\nlines (and) S 1 1 1", ") R 1 1 1 0 -1 4194560", "\udcff\udcfe\x01", "日本語のプロセス", "  ", "a\tb\\n\u2028"],
-    ids=["newline", "brackets", "not UTF-8", "cut within a letter", "blanks", "line separator"],
+    [
+        "two\nlines (and) S 1 1 1",
+        ") R 1 1 1 0 -1 4194560",
+        ") Z 1 1",
+        "\x1b]0;owned\x07\x1b[2J",
+        "\udcff\udcfe\x01",
+        "日本語のプロセス",
+        "  ",
+        "a\tb\\n\u2028",
+        "=====draftproof-end=====",
+    ],
+    ids=[
+        *("newline", "brackets", "a zombie's", "escape sequences", "not UTF-8", "cut within a letter", "blanks", "line separator"),
+        "sentinel",
+    ],
 )
 def test_hostile_names(gpus: FakeGpus, name: str) -> None:
     pid = gpus.holder([0], 5, name=name)
@@ -167,10 +182,12 @@ def test_hostile_names(gpus: FakeGpus, name: str) -> None:
 
 
 def test_long_commands_are_cut(gpus: FakeGpus) -> None:
-    pid = gpus.holder([0], 5, arguments=["x" * 100_000])
-    command = look(gpus)[pid]["command"]
-    assert len(command) == 300
-    assert command.endswith("xxx…")
+    begin = f"python3 -IS {gpus.folder}/hold.py "
+    for text in ("x" * 100_000, "a\nb\n" * 2_500):
+        pid = gpus.holder([0], 5, arguments=[text])
+        command = look(gpus)[pid]["command"]
+        assert len(command) == 300
+        assert command == (begin + text)[:299] + "…"
 
 
 def test_secrets_are_masked_in_what_is_printed(gpus: FakeGpus) -> None:
@@ -279,6 +296,14 @@ def test_ports_and_their_owners(family: socket.AddressFamily, address: str) -> N
     assert seen["owner"]["command"].startswith(command[0])
     (after,) = run_probe(parts=[], ports=[port])["ports"]
     assert after == {"port": port, "free": True, "why": None, "owner": None}
+
+
+@AS_ROOT
+def test_a_port_that_only_root_may_bind() -> None:
+    if int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text()) <= 83:
+        pytest.skip("here everybody may")
+    assert run_probe(uid=NOBODY, parts=[], ports=[83])["ports"] == [{"port": 83, "free": False, "why": "Permission denied", "owner": None}]
+    assert run_probe(parts=[], ports=[83])["ports"][0]["free"] is True
 
 
 def test_a_port_in_time_wait_is_free_as_it_is_to_a_server() -> None:
