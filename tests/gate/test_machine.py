@@ -16,7 +16,8 @@ from draftproof.gate.finding import Finding, Status
 from draftproof.gate.gate import check_name
 from draftproof.gate.machine import MACHINE, judge
 from draftproof.machine.look import DiskNeed, Look, Needs
-from draftproof.machine.remote import Reach, Unreachable
+from draftproof.machine.remote import Reach
+from draftproof.machine.unreachable import Unreachable
 
 NO_NVML = {"present": False, "why": "libnvidia-ml.so.1 was not found", "driver": None, "cuda": None}
 LINK = {"from": 0, "to": 1, "read": "ok", "write": "ok", "ancestor": "node"}

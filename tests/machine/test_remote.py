@@ -21,7 +21,9 @@ import pytest
 import sshd
 from draftproof.errors import DraftproofError, Undecided, UsageError
 from draftproof.machine import remote
-from draftproof.machine.remote import Answer, Reach, Unreachable, ask_all
+from draftproof.machine.child import BEGIN
+from draftproof.machine.remote import Answer, Reach, ask_all
+from draftproof.machine.unreachable import Unreachable
 
 _SCRIPT = """\
 from __future__ import annotations
@@ -407,7 +409,7 @@ def test_a_script_that_does_not_answer(ssh: sshd.Server, host: str | None) -> No
     assert failure("sys.exit(3)") == "It answered with exit code 3 and no document."
     assert failure("sys.exit(0)") == "It answered with exit code 0 and no document."
     assert failure("raise KeyError('gpus')") == "The script failed there: KeyError: 'gpus'"
-    assert failure(f"print({remote.BEGIN.decode()!r}); print('{{'); sys.exit(1)").startswith("It answered with exit code 1 and no document")
+    assert failure(f"print({BEGIN.decode()!r}); print('{{'); sys.exit(1)").startswith("It answered with exit code 1 and no document")
     killed = failure("os.kill(os.getpid(), 9)")
     assert killed == "The script was killed by SIGKILL." if host is None else "or the script was killed there" in killed
 
@@ -517,7 +519,7 @@ def test_ctrl_c(ssh: sshd.Server, journal: Path, how: str, number: int) -> None:
     asker = subprocess.Popen([sys.executable, "-c", _ASKER, remote.SCRIPTS, journal, how], stderr=subprocess.PIPE, text=True)
     pids = _await_pids(journal, number)
     children = Path(f"/proc/{asker.pid}/task/{asker.pid}/children").read_text().split()
-    here = [pid for pid in pids if f"\nPPid:\t{asker.pid}\n" in Path(f"/proc/{pid}/status").read_text()]
+    here = [pid for pid in pids if f"\nPPid:\t{asker.pid}\n" in Path(f"/proc/{pid}/status").read_text(errors="replace")]
     assert len(here) == min(number, 2)
     asker.send_signal(signal.SIGINT)
     started = time.monotonic()

@@ -18,7 +18,8 @@ import pytest
 from tests.helpers.snapshots import BOB, CUDA, MIB, gpu, host, listed, process, seen, viewer
 
 from draftproof.machine.look import QUICK, Look, Needs, look_at
-from draftproof.machine.remote import Reach, Unreachable
+from draftproof.machine.remote import Reach
+from draftproof.machine.unreachable import Unreachable
 from draftproof.machine.watch import GROWTH_MIB, SIGNAL, LoadTurnedBad, Watch, what_changed
 from fake_gpus import FakeGpus, wait_for
 

@@ -17,17 +17,13 @@ other side, so each script keeps a deadline of its own; `timeout_s` is how long 
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
 import math
 import os
 import re
-import selectors
 import shlex
-import signal
 import stat
-import subprocess
 import sys
 import tempfile
 import threading
@@ -39,12 +35,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from draftproof.errors import DraftproofError, Undecided, UsageError
+from draftproof.errors import DraftproofError, UsageError
+from draftproof.machine.child import WhenInterrupted, run
+from draftproof.machine.unreachable import Unreachable, explain, sudo_refusal
 
 Script = Literal["probe", "stop", "copies"]
 Request = Mapping[str, Any]
 
-BEGIN, END = b"=====draftproof-begin=====", b"=====draftproof-end====="
 ROOTS_VARIABLE = "DRAFTPROOF_PROBE_ROOTS"
 ROOTS: Mapping[str, frozenset[str]] = {
     "probe": frozenset({"nvml", "proc", "sys", "dev", "shm", "records"}),
@@ -53,20 +50,10 @@ ROOTS: Mapping[str, frozenset[str]] = {
 """What DRAFTPROOF_PROBE_ROOTS may move, by script. `stop` acts, so it has no such door."""
 
 SCRIPTS = Path(__file__).parent
-MOST_OUTPUT = 64 * 2**20
-MOST_STDERR = 64 * 2**10
 MOST_REQUEST = 120_000
 """Linux takes 128 KiB for one argument, and ssh hands the whole command to the remote shell as one."""
 LONGEST_SOCKET_FOLDER = 36
 """A socket's path has 104 characters on the meanest system, its end included; we add 50, and ssh 17 while it makes one."""
-
-GRACE_S = 0.5
-"""For the child to end by itself once its document is whole. A forgotten grandchild with stdout open keeps an ssh session up for ever."""
-LOOK_EVERY_S = 0.05
-
-
-class Unreachable(Undecided):
-    """A machine could not be asked, so nothing is known about it."""
 
 
 @dataclass(frozen=True)
@@ -146,16 +133,17 @@ def _ask(reach: Reach, script: Script, request: Request, timeout_s: float, inter
     argument = _encode(_with_roots(script, request))
     program = SCRIPTS / f"{script}.py"
     sudo = reach.sudo and not (reach.host is None and os.geteuid() == 0)
+    when: WhenInterrupted = "drop" if script != "stop" else "tell" if reach.host is None else "wait"
     partial = None
     while True:
         left_s = started + timeout_s - time.monotonic()
         command = _command(reach, argument, sudo=sudo, left_s=left_s)
-        ended = _run(command, program, left_s, interrupted, remote=reach.host is not None, finishes=script == "stop")
+        ended = run(command, program, left_s, interrupted, when=when, own_session=reach.host is not None)
         if ended.document is not None:
             return Answer(ended.document, time.monotonic() - started, partial)
-        why = _sudo_refusal(ended) if sudo else None
+        why = sudo_refusal(ended) if sudo else None
         if why is None:
-            raise _explain(reach, ended, timeout_s)
+            raise explain(reach.host, sys.executable if reach.host is None else reach.python, ended, timeout_s)
         sudo, partial = False, f"sudo was refused on {reach.name} ({why}), so it was looked at without."
 
 
@@ -289,233 +277,3 @@ def _check_host(host: str) -> None:
         raise UsageError(
             f"{host!r} cannot be a host.", remedy="Give a name as for ssh: node7, alice@node7, or an alias of your ssh config."
         )
-
-
-# The child
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """A child that has ended, or that was ended by us (code None)."""
-
-    how: Literal["ended", "timed out", "said too much", "interrupted", "could not start"]
-    code: int | None
-    stdout: bytes
-    stderr: str
-
-    @property
-    def document(self) -> bytes | None:
-        """The line between the sentinels, if both are there."""
-        begin = self.stdout.rfind(BEGIN)
-        end = self.stdout.find(END, begin)
-        if begin < 0 or end < 0:
-            return None
-        return self.stdout[begin + len(BEGIN) : end].strip()
-
-
-def _run(command: Sequence[str], program: Path, left_s: float, interrupted: threading.Event, *, remote: bool, finishes: bool) -> _Ended:
-    """Run a command with a file on stdin; returns within `left_s`, and nothing of it runs on here.
-
-    finishes: an interruption does not drop it, see `Reach.ask`.
-    """
-    deadline = time.monotonic() + left_s
-    environment = {**os.environ, "LC_ALL": "C", "LANG": "C", "LANGUAGE": "C", "SSH_ASKPASS_REQUIRE": "never"}
-    with program.open("rb") as stream:
-        try:
-            # ssh gets a session of its own: without a terminal nothing can stop to ask, a jump host's ssh neither.
-            # sudo here keeps ours, since its leave is bound to the terminal.
-            child = subprocess.Popen(  # noqa: S603  (a list, no shell here)
-                list(command),
-                stdin=stream,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment,
-                start_new_session=remote,
-                process_group=None if remote else 0,
-            )
-        except OSError as error:
-            return _Ended("could not start", None, b"", f"{command[0]}: {error.strerror}")
-    try:
-        if not finishes:
-            return _listen(child, deadline, interrupted)
-        told = threading.Thread(target=_tell, args=(child, interrupted, remote), name="tell-stop", daemon=True)
-        told.start()
-        return _listen(child, deadline, threading.Event())
-    finally:
-        _end(child)
-
-
-def _tell(child: subprocess.Popen[bytes], interrupted: threading.Event, remote: bool) -> None:
-    """Pass an interruption on to a child here, once."""
-    while child.poll() is None:
-        if interrupted.wait(LOOK_EVERY_S):
-            if not remote:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(child.pid, signal.SIGINT)
-            return
-
-
-def _listen(child: subprocess.Popen[bytes], deadline: float, interrupted: threading.Event) -> _Ended:
-    """Read until the child has ended, its document is whole and the grace is over, or it has to be given up."""
-    assert child.stdout is not None
-    assert child.stderr is not None
-    out, err = bytearray(), bytearray()
-    how: Literal["ended", "timed out", "said too much", "interrupted"] = "ended"
-    whole_at = math.inf
-    with selectors.DefaultSelector() as selector:
-        for stream, into in ((child.stdout, out), (child.stderr, err)):
-            os.set_blocking(stream.fileno(), False)
-            selector.register(stream, selectors.EVENT_READ, into)
-        while True:
-            gone = child.poll() is not None  # before reading: all that it wrote is then in the pipes
-            now = time.monotonic()
-            wait = 0.0 if gone else min(LOOK_EVERY_S, max(0.0, deadline - now))
-            if child.stdout not in {key.fileobj for key in selector.get_map().values()}:
-                wait = min(wait, 0.002)  # it is about to end
-            events = selector.select(wait)
-            for key, _ in events:
-                chunk = _read(key.fd)
-                if not chunk:
-                    selector.unregister(key.fileobj)
-                    continue
-                key.data.extend(chunk)
-            del err[:-MOST_STDERR]
-            if math.isinf(whole_at) and END in out[-(2**17) :] and BEGIN in out:
-                whole_at = time.monotonic()
-            if gone and not events:
-                break
-            if len(out) > MOST_OUTPUT:
-                how = "said too much"
-            elif interrupted.is_set():
-                how = "interrupted"
-            elif time.monotonic() >= deadline:
-                how = "timed out"
-            elif time.monotonic() < whole_at + GRACE_S:
-                continue
-            break
-    return _Ended(how, child.returncode, bytes(out), err.decode(errors="replace"))
-
-
-def _read(fd: int) -> bytes:
-    try:
-        return os.read(fd, 2**16)
-    except OSError:
-        return b""
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child's group if it still runs. Once it is reaped its number may be another's, and its group holds a
-    jump host's ssh, which the open connection needs."""
-    if child.poll() is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # a sudo of ours is root's; the script has its own deadline
-            os.killpg(child.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(0.2)
-    for stream in (child.stdout, child.stderr):
-        if stream is not None:
-            stream.close()
-
-
-# What went wrong
-
-
-_SUDO = re.compile(
-    r"^(?:sudo(?:-rs)?: .*|Sorry, user .*|.* is not in the sudoers file.*|.* may not run sudo.*|env: .*\bsudo\b.*)$", re.MULTILINE
-)
-
-_SSH_SAYS: tuple[tuple[str, str], ...] = (
-    (
-        r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key for .* has changed",
-        "Its host key is another than last time: find out why before anything else; then connect once by hand with `ssh {host}`.",
-    ),
-    (
-        r"Host key verification failed|host key is known for",
-        "Its host key is not known here: connect once by hand with `ssh {host}` and compare the fingerprint.",
-    ),
-    (
-        r"Permission denied|Too many authentication failures|no mutual signature",
-        "No key was accepted: load one with ssh-add or name it in your ssh config, until `ssh -o BatchMode=yes {host} true` works.",
-    ),
-    (r"Could not resolve hostname", "Check the name, or give it a HostName in your ssh config."),
-    (r"Connection refused", "No ssh server listens there: check host and port."),
-    (r"timed out|Timeout, server", "It does not answer on the network: check that it is up, and that you are in its network or VPN."),
-    (r"No route to host|Network is unreachable", "Check that it is up, and that you are in its network or VPN."),
-    (r"[Cc]onnection (?:closed|reset)|Broken pipe|kex_exchange_identification", "It hung up: its ssh server's log says why."),
-    (r"Bad owner or permissions|[Bb]ad configuration option", "Mend your ssh config; `ssh -G {host}` reads it."),
-)
-
-
-def _sudo_refusal(ended: _Ended) -> str | None:
-    """sudo's own words if it did not let the script start."""
-    if ended.how == "could not start" and ended.stderr.startswith("sudo:"):
-        return ended.stderr
-    if ended.how != "ended" or ended.code not in (1, 126, 127) or BEGIN in ended.stdout:
-        return None
-    match = _SUDO.search(ended.stderr)
-    return _clean(match.group()) if match else None
-
-
-def _explain(reach: Reach, ended: _Ended, timeout_s: float) -> Unreachable:
-    """Why there is no document."""
-    name, python = reach.name, sys.executable if reach.host is None else reach.python
-    by_hand = f"Try `ssh {reach.host} true` by hand." if reach.host else "Look at `dmesg`: a driver call may hang."
-    says = _last_line(ended.stderr)
-    first = _first_line(ended.stdout) or _first_line(ended.stderr.encode())
-
-    def because(what: str, remedy: str) -> Unreachable:
-        return Unreachable(what, where=name, remedy=remedy)
-
-    if ended.how == "interrupted":
-        return because("Asking was interrupted.", "Ask again.")
-    if ended.how == "could not start":
-        return because(f"A program is missing here: {ended.stderr}.", "Install it (Debian: apt-get install openssh-client).")
-    if ended.how == "timed out":
-        return because(f"No answer within {timeout_s:g} s{f'; it said {says!r}' if says else ''}.", by_hand)
-    if ended.how == "said too much":
-        return because(
-            f"It printed more than {MOST_OUTPUT // 2**20} MiB, beginning with {first!r}.", "Find what prints there: a login script?"
-        )
-    if reach.host is not None and ended.code == 255:
-        for pattern, remedy in _SSH_SAYS:
-            if re.search(pattern, ended.stderr):
-                return because(_by_ssh(says), remedy.format(host=reach.host))
-        return because(_by_ssh(says or "the connection ended without a word, or the script was killed there"), by_hand)
-    if ended.code == 127:
-        return because(f"There is no {python} there: {says}", "Install Python 3.9 or newer there, or give the path of one.")
-    if ended.code == 126:
-        return because(f"{python} cannot be run there: {says}", "Give the path of another Python, 3.9 or newer.")
-    if re.search(r"SyntaxError|Unknown option: -I|'type' object is not subscriptable", ended.stderr):
-        return because(f"{python} is too old there: {says}", "Python 3.9 or newer is needed: give the path of one.")
-    number = -ended.code if ended.code is not None and ended.code < 0 else (ended.code or 0) - 128
-    if 0 < number < signal.NSIG:
-        return because(f"The script was killed by {_signal_name(number)}.", "Look at `dmesg` there: was memory short?")
-    if "Traceback (most recent call last)" in ended.stderr:
-        return because(f"The script failed there: {says}", "This is a fault of ours: please report it with the whole output.")
-    return because(
-        f"It answered with exit code {ended.code} and no document{f'; the first line was {first!r}' if first else ''}.",
-        "A login script or a forced command may end the session or swallow its output: keep it silent for sessions without a terminal.",
-    )
-
-
-def _by_ssh(words: str) -> str:
-    return words if words.startswith("ssh: ") else f"ssh: {words}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _first_line(output: bytes) -> str:
-    return next((_clean(line.decode(errors="replace")) for line in output[: 2**12].splitlines() if line.strip()), "")
-
-
-def _last_line(text: str) -> str:
-    return next((_clean(line) for line in reversed(text.splitlines()) if line.strip()), "")
-
-
-def _clean(line: str) -> str:
-    """One line for a terminal of ours: no control characters, no end of its own, not endless."""
-    return "".join(character if character.isprintable() else "?" for character in line.strip())[:300].rstrip(".")
