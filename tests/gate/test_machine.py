@@ -75,6 +75,7 @@ CASES: list[tuple[str, Status, str, dict[str, Any], Needs]] = [
     ("gpu.links", "warn", "GPU 0 has 8 of 16 PCIe lanes.", host(gpus=[gpu(pcie={"width": 8, "max_width": 16, "generation": 1, "max_generation": 5})]), Needs()),
     ("gpu.links", "warn", "1 of 1 directed pairs have no peer access (first: 0 to 1, chipset_not_supported).", host(gpus=[gpu(), gpu(1)], links=[{**LINK, "read": "chipset_not_supported"}]), Needs()),
     ("gpu.links", "unknown", "", host(gpus=[gpu(), gpu(1)], links=None), Needs()),
+    ("gpu.links", "unknown", "nvmlDeviceGetP2PStatus did not answer", host(gpus=[gpu(), gpu(1)], links=[{**LINK, "write": None}], unseen=[{"what": "links.0.1.write", "why": "nvmlDeviceGetP2PStatus did not answer"}]), Needs()),
     ("gpu.driver", "fail", "Driver 570.86.10, CUDA 12.8, torch 2.9.0+cu130 for CUDA 13.0. CUDA 13 needs driver 580.", host(nvml={"present": True, "why": None, "driver": "570.86.10", "cuda": "12.8"}), Needs()),
     ("gpu.driver", "fail", "(sm_120) needs CUDA 12.8 or later", host(gpus=[gpu(compute_capability=[12, 0])], torch={"path": "/t", "version": "2.5.1+cu124", "cuda": "12.4"}), Needs()),
     ("gpu.driver", "fail", "(sm_70) is too old for CUDA 13", host(gpus=[gpu(compute_capability=[7, 0])]), Needs()),
@@ -133,6 +134,11 @@ def test_gpus_that_are_not_needed_are_not_judged() -> None:
     document = host(gpus=[gpu(0), gpu(1, 900, [listed(4000, 900)])], processes=[process(4000, fds=("nvidia-uvm", "nvidia1"))])
     assert {finding.status for finding in findings(document, Needs(gpus=(0,))).values()} == {"pass"}
     assert findings(document, Needs(gpus=(1,)))["gpu.holders"].status == "fail"
+
+
+def test_a_width_that_is_not_told_is_not_called_full() -> None:
+    assert findings(host(gpus=[gpu(pcie=None)]))["gpu.links"].evidence.startswith("PCIe width not told; 0 directed pairs")
+    assert findings(host())["gpu.links"].evidence == "Full PCIe width; 0 directed pairs, NUMA node 0."
 
 
 def test_a_host_that_does_not_answer_is_unknown() -> None:

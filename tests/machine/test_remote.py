@@ -142,7 +142,7 @@ def _clients() -> list[str]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"\nPPid:\t{os.getpid()}\n" in (folder / "status").read_text():
+            if f"\nPPid:\t{os.getpid()}\n" in (folder / "status").read_text(errors="replace"):
                 words = (folder / "cmdline").read_bytes().split(b"\0")
                 found += [str(words)] if b"-T" in words else []
     return found

@@ -166,12 +166,13 @@ def gpu_links(look: Look) -> Finding:
     if not look.gpus:
         return passed("gpu.links", _NONE)
     snapshot, slow = look.seen, []
-    narrow = [gpu for gpu in look.gpus if gpu.pcie is not None and gpu.pcie.width < gpu.pcie.max_width]
-    slow += [f"GPU {gpu.index} has {gpu.pcie.width} of {gpu.pcie.max_width} PCIe lanes." for gpu in narrow if gpu.pcie is not None]
+    lanes = {gpu.index: (gpu.pcie.width, gpu.pcie.max_width) for gpu in look.gpus if gpu.pcie is not None}
+    slow += [f"GPU {index} has {width} of {most} PCIe lanes." for index, (width, most) in lanes.items() if width < most]
     ours = {gpu.index for gpu in look.gpus}
-    if len(ours) > 1 and snapshot.links is None:
-        return unsure("gpu.links", snapshot.why_unseen("links") or "The links could not be read.", _HUNG)
     pairs = [link for link in snapshot.links or () if link.from_ in ours and link.to in ours]
+    untold = [link for link in pairs if link.read is None or link.write is None]
+    if len(ours) > 1 and (snapshot.links is None or untold):
+        return unsure("gpu.links", snapshot.why_unseen("links") or "The links could not be read.", _HUNG)
     blocked = [link for link in pairs if link.read != "ok" or link.write != "ok"]
     if blocked:
         first = blocked[0]
@@ -182,7 +183,8 @@ def gpu_links(look: Look) -> Finding:
     told = f"{len(pairs)} directed pairs, NUMA node{'s' if len(nodes) != 1 else ''} {_list(nodes) or 'not told'}."
     if slow:
         return warned("gpu.links", " ".join([*slow, told]), "Copies between GPUs will be slow; look at risers, IOMMU and ACS.")
-    return passed("gpu.links", f"All peers reach each other at full width; {told}" if pairs else f"Full PCIe width; {told}")
+    width = "Full PCIe width" if len(lanes) == len(ours) else "PCIe width not told"
+    return passed("gpu.links", f"{width}; {'all peers reach each other; ' if pairs else ''}{told}")
 
 
 def gpu_driver(look: Look) -> Finding:

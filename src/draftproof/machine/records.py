@@ -53,7 +53,8 @@ class EngineRecord:
 
 @contextmanager
 def recorded(what: str, *, run: str) -> Iterator[EngineRecord]:
-    """A record that lasts as long as the work inside; it stays when this process is killed, and is what tells then."""
+    """A record that lasts as long as the work inside, or any process of it. It stays when this process is killed, or could
+    not end all of them, and is what tells then."""
     engine = EngineRecord(secrets.token_hex(16), what, run)
     folder = records_folder()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -74,7 +75,8 @@ def recorded(what: str, *, run: str) -> Iterator[EngineRecord]:
     try:
         yield engine
     finally:
-        path.unlink(missing_ok=True)
+        if not any(carries(int(process.name), engine.token) for process in Path("/proc").glob("[0-9]*")):
+            path.unlink(missing_ok=True)
 
 
 def carries(pid: int, token: str) -> bool:

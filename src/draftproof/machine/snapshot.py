@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -96,16 +95,6 @@ class Memory(Seen):
     def used_now(self) -> int:
         """Bytes in use at the latest sample."""
         return self.used[-1]
-
-    @property
-    def spread(self) -> int:
-        """Bytes between the lowest and the highest sample: 0 where memory is stable."""
-        return max(self.used) - min(self.used)
-
-    @property
-    def usable(self) -> int | None:
-        """Bytes that programs can have at all: total minus reserved. None in version 1, which does not say."""
-        return None if self.reserved is None else max(0, self.total - self.reserved)
 
     @property
     def used_mib(self) -> int:
@@ -214,17 +203,6 @@ class Gpu(Seen):
             kinds[line.kind] = None if before is None or line.bytes is None else before + line.bytes
         known = {pid: [size for size in kinds.values() if size is not None] for pid, kinds in sums.items()}
         return {pid: max(sizes) if sizes else None for pid, sizes in known.items()}
-
-    def listed_bytes(self, pids: Collection[int]) -> int | None:
-        """Bytes that NVML lists here for these pids together; 0 if it lists none of them.
-
-        None if the list was not seen, or if it does not say the bytes of one of them.
-        """
-        if self.processes is None:
-            return None
-        sizes = [size for pid, size in self.listed.items() if pid in pids]
-        known = [size for size in sizes if size is not None]
-        return sum(known) if len(known) == len(sizes) else None
 
 
 class Link(Seen):
@@ -497,10 +475,6 @@ class Snapshot(Seen):
         """The process of this pid, or None if it is not among those seen."""
         return self.by_pid.get(pid)
 
-    def gpu(self, index: int) -> Gpu | None:
-        """The GPU of this NVML index, or None if it is not among those seen."""
-        return next((gpu for gpu in self.gpus if gpu.index == index), None)
-
     def why_unseen(self, prefix: str) -> str | None:
         """Why nothing, or not all, was seen of what begins with `prefix`: the reasons joined by `; `, or None if there are none.
 
@@ -508,10 +482,6 @@ class Snapshot(Seen):
         """
         begins = re.compile(re.escape(prefix) + (r"(?!\d)" if prefix[-1:].isdigit() else ""))
         return "; ".join(dict.fromkeys(one.why for one in self.unseen if begins.match(one.what))) or None
-
-    def document(self) -> str:
-        """The snapshot as JSON that `parse` reads back."""
-        return self.model_dump_json(by_alias=True)
 
 
 def parse(document: bytes | str) -> Snapshot:
