@@ -1,373 +1,351 @@
-"""Scenes of held GPUs: real processes over the fake NVML, with who must be named, who must end, and who must not.
+"""Scenes of held GPUs: real processes over the fake NVML, with who must be named as what, who must end, and what must be said.
 
-    for scenario in SCENARIOS:
-        row = play(scenario, by_draftproof, folder)     # or by_fuser, by_name
+    for build in SCENARIOS:
+        row = play(build, by_draftproof, folder)        # reclaiming.py: how it is played and judged
 
-GPUs 0 to 2 are the ones that somebody wants back; GPU 3 is not asked for. In every scene stands the same crowd, which
-must survive: a monitor that has the devices open, a process named like an engine's worker and one of Python without a GPU,
-another user's process, and a holder of GPU 3.
+GPUs 0 to 7 are the ones that somebody wants back. In every scene stands the same crowd (see `Host`), which must survive.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import patch
 
-import psutil
+from draftproof.machine.records import EngineRecord
+from fake_gpus import ended, wait_for
+from reclaiming import NOBODY, TOOLS, WANTED, AsScript, Build, Host, Row, Scene, Tool, over_ssh, play, title, wanted
 
-from draftproof.gate.machine import judge
-from draftproof.machine.apply import apply
-from draftproof.machine.look import QUICK, Look, Needs, look_at
-from draftproof.machine.reclaim import Selection, plan_host
-from draftproof.machine.records import recorded
-from draftproof.machine.remote import Reach
-from fake_gpus import FakeGpus, control_group, ended, wait_for
-
-WANTED = (0, 1, 2)
-NOBODY = 65534
-STUBS = Path(__file__).resolve().parents[1] / "machine" / "stubs"
-GRACE_S = 0.5
+MODEL = 71_604
+"""MiB of one of eight workers of a large model."""
+CONTAINER = "0123456789ab" * 5 + "cdef"
 
 
-@dataclass
-class Scene:
-    """What stands there, and what must come of it."""
-
-    named: dict[int | None, str]
-    """Who holds the wanted GPUs: process id (None: memory without one) and kind."""
-    must_end: set[int] = field(default_factory=set)
-    may_end: set[int] = field(default_factory=set)
-    """Members of what is stopped that need not be named."""
-    must_live: set[int] = field(default_factory=set)
-    blocker: str | None = None
-    """Words that must be said of what is left; None: the memory must come back."""
-    selection: Selection = field(default_factory=lambda: Selection(gpus=WANTED, grace_s=GRACE_S))
-    meanwhile: Callable[[], None] = lambda: None
-    """Happens between the plan and its application."""
-    asks: Callable[[], tuple[dict[int | None, str], list[str]]] | None = None
-    """Another way to ask than in this process: who was named, and what was left."""
-
-
-Build = Callable[[FakeGpus, contextlib.ExitStack], Scene]
-
-
-@dataclass(frozen=True)
-class Row:
-    """How a scene went."""
-
-    scenario: str
-    named_right: bool | None
-    """None: this tool names nobody."""
-    wrong: int
-    """Processes that ended and must not have."""
-    freed: bool
-    """The memory is back, or (draftproof only) what holds it is said by name, as the scene demands."""
-    seconds: float
-
-    @property
-    def right(self) -> bool:
-        return self.named_right is not False and not self.wrong and self.freed
-
-
-def live_holder(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    pid = gpus.holder([0], 71_604, name="python3")
+def live_holder(host: Host) -> Scene:
+    pid = host.holder([0], MODEL, name="VLLM::Worker_TP0")
     return Scene({pid: "live"}, {pid})
 
 
-def parent_killed_forked_child_lives(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    _, child = gpus.forked([1], 2566)
+def name_without_a_hint(host: Host) -> Scene:
+    """Nothing in it says Python or vLLM."""
+    pid = host.holder([2], 40_000, name="ray::Worker")
+    return Scene({pid: "live"}, {pid})
+
+
+def holder_ignores_term(host: Host) -> Scene:
+    pid = host.holder([0], MODEL, ignore_term=True)
+    return Scene({pid: "live"}, {pid})
+
+
+def stopped_holder(host: Host) -> Scene:
+    """By Ctrl-Z: it acts on TERM only once it goes on."""
+    pid = host.holder([0], MODEL)
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: " T " in Path(f"/proc/{pid}/stat").read_text())
+    return Scene({pid: "live"}, {pid})
+
+
+def parent_with_a_forked_child(host: Host) -> Scene:
+    """As a data loader's: the child has the device open and no memory of its own."""
+    parent, child = host.forked([1], 2_566, killed=False)
+    return Scene({parent: "live"}, {parent, child})
+
+
+def parent_killed_forked_child_lives(host: Host) -> Scene:
+    """NVML goes on listing the dead one."""
+    _, child = host.forked([1], 2_566)
     return Scene({child: "forked"}, {child})
 
 
-def holder_ignores_term(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    pid = gpus.holder([0], 900, ignore_term=True)
-    return Scene({pid: "live"}, {pid})
+def forked_child_in_a_session_of_its_own(host: Host) -> Scene:
+    """Nothing but its open device files tells whose child it was. Two monitors have some open, too: one of no known name, and
+    one that profiles and has even those of a program with memory."""
+    host.gpus.exporter(WANTED, name="gpu-watch")
+    host.gpus.holder(WANTED, None, name="nv-hostengine")
+    _, child = host.forked([1], 2_566, own_session=True)
+    return Scene({child: "forked"}, {child})
 
 
-def worker_of_a_killed_front_end(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    """Its port is free, its parent is init."""
-    with socket.create_server(("127.0.0.1", 0)):
-        pid = gpus.holder([0], 71_604, name="VLLM::Worker_TP0")
-    return Scene({pid: "live"}, {pid})
+# Servers
 
 
-def engine_over_all_wanted_gpus(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    pids = [gpus.holder([index], 71_604, name=f"VLLM::Worker_TP{index}") for index in WANTED]
-    return Scene(dict.fromkeys(pids, "live"), set(pids))
+def worker_of_a_killed_front_end(host: Host) -> Scene:
+    """Forked twice, so that init is its parent; it is still in the session of the dead one."""
+    _, worker = host.orphan([0], MODEL, name="VLLM::Worker_TP0")
+    return Scene({worker: "live"}, {worker})
 
 
-def name_without_a_hint(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    """Nothing in its name says Python or vLLM."""
-    pid = gpus.holder([2], 40_000, name="ray::Worker")
-    return Scene({pid: "live"}, {pid})
+def worker_in_a_session_of_its_own(host: Host) -> Scene:
+    """Nothing leads from it to its server any more, and the server's port is free."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    _, worker = host.orphan([0], MODEL, name="VLLM::Worker_TP0", port=port, own_session=True)
+    socket.create_server(("127.0.0.1", port)).close()
+    return Scene({worker: "live"}, {worker})
 
 
-def supervisor_bears_it_again(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    supervisor, first = gpus.respawner([0], 900)
-    return Scene({first: "live"}, {first}, must_live={supervisor}, blocker=f"plan again with --tree {supervisor}")
+def engine_over_eight_gpus(host: Host) -> Scene:
+    """What holds memory ends; its parents hold none, and being a parent is no reason."""
+    _, _, *workers = host.engine(WANTED, MODEL)
+    return Scene(dict.fromkeys(workers, "live"), workers)
 
 
-def supervisor_and_all_below_it(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    supervisor, first = gpus.respawner([0], 900)
-    return Scene({first: "live"}, {supervisor, first}, selection=Selection(gpus=WANTED, trees=(supervisor,), grace_s=GRACE_S))
+def engine_by_its_session(host: Host) -> Scene:
+    """The same, and whoever asks wants the whole of it gone."""
+    front_end, core, *workers = host.engine(WANTED, MODEL)
+    return Scene(dict.fromkeys(workers, "live"), {front_end, core, *workers}, selection=wanted(sessions=(front_end,)))
 
 
-def service(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    return _service(gpus, stack, "stops", "active")
+def our_own_engine(host: Host) -> Scene:
+    """By the record of a run that was killed. All that carry its token go, also from other sessions and without a GPU."""
+    run = subprocess.Popen([sys.executable, "-c", _RUN], stdout=subprocess.PIPE, text=True)
+    host.stack.callback(run.wait)
+    host.stack.callback(run.kill)
+    assert run.stdout is not None
+    environment = EngineRecord(json.loads(run.stdout.readline()), "vLLM", "").environment
+    worker = host.holder([0], MODEL, name="VLLM::Worker_TP0", env=environment)
+    core = host.gpus.bystander("VLLM::EngineCore", env=environment)
+    run.kill()
+    run.wait()
+    return Scene({worker: "ours"}, {worker, core})
 
 
-def worker_left_by_a_stopped_service(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    return _service(gpus, stack, "forgets", "inactive")
+_RUN = """
+import json, time
+from draftproof.machine.records import recorded
+with recorded("vLLM", run="runs/one") as engine:
+    print(json.dumps(engine.token), flush=True)
+    time.sleep(600)
+"""
 
 
-def another_users_holder(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    pid = gpus.holder([0], 900, uid=NOBODY)
-    return Scene({pid: "other_user"}, must_live={pid}, blocker="Ask its owner")
+# Whoever starts it again
 
 
-def another_users_holder_and_root_says_so(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    pid = gpus.holder([0], 900, uid=NOBODY)
-    return Scene({pid: "other_user"}, {pid}, selection=Selection(gpus=WANTED, any_user=True, grace_s=GRACE_S))
+def supervisor_bears_it_again(host: Host) -> Scene:
+    supervisor, first = host.respawner([0], MODEL)
+    return Scene({first: "live"}, {first}, blocker=rf"by pid {supervisor}: plan again with --tree {supervisor}$")
 
 
-def memory_without_an_owner(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    gpus.say(f"unowned 1 {700 * 2**20}")
-    return Scene({None: "driver"}, blocker="no process owns")
+def supervisor_and_all_below_it(host: Host) -> Scene:
+    supervisor, first = host.respawner([0], MODEL)
+    return Scene({first: "live"}, {supervisor, first}, selection=wanted(trees=(supervisor,)))
 
 
-def dead_process_still_listed(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    """The driver lists a process that is gone, and nobody has the device open."""
-    keeper = gpus.bystander("keeper")
-    start = Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[19]
+def service_that_restarts(host: Host) -> Scene:
+    """Whoever ends its process alone gets the next one: here a supervisor outside stands for systemd's `Restart=`."""
+    group = host.group(f"vllm-{host.gpus.token}.service")
+    systemd, worker = host.respawner([0], MODEL, name="VLLM::Worker_TP0", cgroup=group)
+    host.unit(group.name, "stops", systemd, worker)
+    return Scene({worker: "live"}, {worker}, may_end={systemd})
+
+
+def worker_left_by_a_stopped_service(host: Host) -> Scene:
+    """With KillMode=process: the unit is inactive, its control group is not empty."""
+    group = host.group(f"vllm-{host.gpus.token}.service")
+    worker = host.holder([0], MODEL, name="VLLM::Worker_TP0", cgroup=group)
+    host.unit(group.name, "forgets", state="inactive")
+    return Scene({worker: "live"}, {worker})
+
+
+def job_by_its_control_group(host: Host) -> Scene:
+    """With a helper that holds nothing, and without another user's. A holder outside was not selected, and it is said so."""
+    group = host.group(f"job-{host.gpus.token}.scope")
+    worker, helper = host.holder([0], MODEL, cgroup=group), host.gpus.bystander("helper", cgroup=group)
+    host.gpus.bystander("helper", cgroup=group, uid=NOBODY)
+    other = host.holder([1], 900)
+    path = f"/system.slice/{group.name}"
+    blocker = rf"^pid {other} .*Name its"
+    return Scene({worker: "live", other: "live"}, {worker, helper}, blocker=blocker, selection=wanted(cgroups=(path,)))
+
+
+# What is not ours to stop
+
+
+def another_users_holder(host: Host) -> Scene:
+    pid = host.holder([0], MODEL, uid=NOBODY)
+    return Scene({pid: "other_user"}, blocker=rf"^pid {pid} .* of nobody.*Ask its owner")
+
+
+def another_users_holder_and_root_says_so(host: Host) -> Scene:
+    pid = host.holder([0], MODEL, uid=NOBODY)
+    return Scene({pid: "other_user"}, {pid}, selection=wanted(any_user=True))
+
+
+def holder_in_a_container(host: Host) -> Scene:
+    pid = host.holder([0], MODEL, cgroup=host.group(f"docker-{CONTAINER}.scope"))
+    return Scene({pid: "container"}, blocker=rf"^pid {pid} .*in container docker:{CONTAINER[:12]}.*`docker stop`")
+
+
+def container_by_its_name(host: Host) -> Scene:
+    pid = host.holder([0], MODEL, cgroup=host.group(f"docker-{CONTAINER}.scope"))
+    host.unit(CONTAINER[:12], "stops", pid, state="true")
+    return Scene({pid: "container"}, {pid}, selection=wanted(units=(f"docker:{CONTAINER[:12]}",)))
+
+
+def server_of_mps(host: Host) -> Scene:
+    """Clients of others may stand behind it; it has a command of its own to end it."""
+    pid = host.holder([0], 300, name="nvidia-cuda-mps-server")
+    return Scene({pid: "mps"}, blocker=rf"^pid {pid} .*echo quit \| nvidia-cuda-mps-control")
+
+
+def holder_above_the_one_who_asks(host: Host) -> Scene:
+    """A notebook, say, that runs the command."""
+    pid = host.holder([0], MODEL, name="jupyter-lab", runs=f"sh {AsScript.job_in(host.gpus.folder)}", env=os.environ)
+    return Scene({pid: "self"}, blocker=rf"^pid {pid} .*the caller runs below it", asked=AsScript(host.gpus.folder, above=pid))
+
+
+# Memory without a process
+
+
+def memory_without_an_owner(host: Host) -> Scene:
+    host.unowned(1, 700)
+    return Scene({None: "driver"}, blocker="^700 MiB are in use that no process owns: the driver holds them.*reset")
+
+
+def memory_without_an_owner_beside_a_holder(host: Host) -> Scene:
+    """What can be had back comes back. (The rest is waited for, less long than usual here.)"""
+    host.stack.enter_context(patch("draftproof.machine.apply.VERIFY_S", 1.0))
+    pid = host.holder([1], MODEL)
+    host.unowned(1, 700)
+    return Scene({pid: "live", None: "driver"}, {pid}, blocker="^700 MiB are in use that no process owns")
+
+
+def dead_process_still_listed(host: Host) -> Scene:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    gpus.say(f"hold 1 {gone.pid} {700 * 2**20} compute {keeper}:{start}")
-    return Scene({gone.pid: "dead"}, must_live={keeper}, blocker="no process was found that holds them")
+    host.listed(1, gone.pid, 700)
+    return Scene({gone.pid: "dead"}, blocker=rf"^pid {gone.pid} is gone, and NVML still lists it with 700 MiB")
 
 
-def our_own_engine(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    """Known by its record; its front end has no GPU and goes with it."""
-    engine = stack.enter_context(recorded("vLLM", run="runs/one"))
-    worker = gpus.holder([0], 71_604, name="VLLM::Worker_TP0", env=engine.environment)
-    front_end = gpus.bystander("vllm", env=engine.environment)
-    return Scene({worker: "ours"}, {worker, front_end})
+# What changes between the plan and its being carried out
 
 
-def stopped_holder(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    """By Ctrl-Z: a TERM alone would wait."""
-    pid = gpus.holder([0], 900)
-    os.kill(pid, signal.SIGSTOP)
-    return Scene({pid: "live"}, {pid})
+def holder_ended_after_the_plan(host: Host) -> Scene:
+    pid = host.holder([0], MODEL)
+    return Scene({pid: "live"}, {pid}, meanwhile=lambda: _kill(pid))
 
 
-def holder_in_a_container(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    group = stack.enter_context(control_group(f"system.slice/docker-{'0123456789ab' * 5}cdef.scope"))
-    pid = gpus.holder([0], 900, cgroup=group)
-    return Scene({pid: "container"}, must_live={pid}, blocker="docker stop")
-
-
-def holder_above_the_one_who_asks(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    """A shell that holds the GPU runs the command, as a notebook would."""
-    script = Path(sys.executable).with_name("draftproof")
-    said, plan, done = (gpus.folder / name for name in ("said", "plan", "done"))
-    wanted = ",".join(map(str, WANTED))
-    commands = (
-        f"{script} check --gpus {wanted} --json >{said} 2>/dev/null; {script} reclaim --gpus {wanted} --any-user --out {plan} >/dev/null; "
-        f"{script} reclaim --apply {plan} --json >{done} 2>/dev/null; touch {done}.all; sleep 600"
-    )
-    shell = subprocess.Popen(
-        ["bash", "-c", f"exec 5<{gpus.dev}/nvidia0 6<{gpus.dev}/nvidia-uvm; read line; {commands}"],
-        stdin=subprocess.PIPE,
-        env={**os.environ, "DRAFTPROOF_FAKE": gpus.token},
-    )
-    start = Path(f"/proc/{shell.pid}/stat").read_text().rpartition(")")[2].split()[19]
-    gpus.say(f"hold 0 {shell.pid} {900 * 2**20} compute {shell.pid}:{start}")
-    wait_for(lambda: any(os.readlink(fd).endswith("nvidia-uvm") for fd in Path(f"/proc/{shell.pid}/fd").iterdir() if fd.is_symlink()))
-
-    def asks() -> tuple[dict[int | None, str], list[str]]:
-        assert shell.stdin is not None
-        shell.stdin.write(b"go\n")
-        shell.stdin.close()
-        wait_for(Path(f"{done}.all").exists, 30)
-        held = [holder for gpu in json.loads(said.read_text())["hosts"][0]["gpus"] for holder in gpu["holders"] if holder["blocking"]]
-        return {holder["pid"]: holder["kind"] for holder in held}, json.loads(done.read_text())["blockers"]
-
-    stack.callback(lambda: (shell.kill(), shell.wait()))
-    return Scene({shell.pid: "self"}, must_live={shell.pid}, blocker="runs below it", asks=asks)
-
-
-def holder_ended_before_the_plan_is_applied(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    pid = gpus.holder([0], 900)
-
-    def meanwhile() -> None:
-        os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: ended(pid))
-
-    return Scene({pid: "live"}, {pid}, meanwhile=meanwhile)
-
-
-def holder_replaced_by_another_with_the_same_command(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
-    pid, scene = gpus.holder([0], 900), Scene({})
-
-    def meanwhile() -> None:
-        os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: ended(pid))
-        scene.must_live.add(gpus.holder([0], 900))
-
-    scene.named, scene.must_end, scene.meanwhile, scene.blocker = {pid: "live"}, {pid}, meanwhile, "it was started after the plan"
-    return scene
-
-
-def holder_let_go_before_the_plan_is_applied(gpus: FakeGpus, stack: contextlib.ExitStack) -> Scene:
+def holder_let_go_after_the_plan(host: Host) -> Scene:
     """It lives on and holds nothing any more: there is no reason left to stop it."""
-    pid = gpus.holder([0], 900)
-    return Scene({pid: "live"}, must_live={pid}, meanwhile=lambda: gpus.unsay("hold 0"))
+    pid = host.holder([0], MODEL)
+    return Scene({pid: "live"}, meanwhile=lambda: host.gpus.unsay("hold 0"))
+
+
+def holder_replaced_after_the_plan(host: Host) -> Scene:
+    """By another with the same command. It was not planned; and its parent is init, whose tree is no good advice."""
+    pid = host.holder([0], MODEL)
+
+    def meanwhile() -> None:
+        _kill(pid)
+        host.holder([0], MODEL)
+
+    return Scene({pid: "live"}, {pid}, blocker="^pid .* holds 71,604 MiB.*after the plan", never_said=r"--tree 1\b", meanwhile=meanwhile)
+
+
+def number_given_to_a_bystander(host: Host) -> Scene:
+    """Between the plan and its being carried out."""
+    pid = host.holder([0], MODEL, name="python3")
+
+    def meanwhile() -> None:
+        _kill(pid)
+        wait_for(lambda: not Path(f"/proc/{pid}").exists())  # a zombie keeps its number
+        assert host.gpus.bystander("python3", number=pid) == pid
+
+    return Scene({pid: "live"}, meanwhile=meanwhile)
+
+
+def number_given_to_a_holder_of_the_same_command(host: Host) -> Scene:
+    """Between the plan and its being carried out: by number, name, command and memory it is the one of the plan."""
+    pid = host.holder([0], MODEL, name="python3")
+
+    def meanwhile() -> None:
+        _kill(pid)
+        wait_for(lambda: not Path(f"/proc/{pid}").exists())  # a zombie keeps its number
+        assert host.holder([0], MODEL, name="python3", number=pid) == pid
+
+    return Scene({pid: "live"}, blocker=rf"^pid {pid} .* holds 71,604 MiB", meanwhile=meanwhile)
+
+
+# Other ways to ask
+
+
+def asked_through_the_console_script(host: Host) -> Scene:
+    _, child = host.forked([0, 1], MODEL)
+    return Scene({child: "forked"}, {child}, asked=AsScript(host.gpus.folder))
+
+
+def asked_over_ssh(host: Host) -> Scene:
+    _, worker = host.orphan([0], MODEL, name="VLLM::Worker_TP0")
+    stubborn = host.holder([1], MODEL, ignore_term=True)
+    return Scene({worker: "live", stubborn: "live"}, {worker, stubborn}, asked=over_ssh(host))
+
+
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: ended(pid))
 
 
 SCENARIOS: tuple[Build, ...] = (
     live_holder,
-    parent_killed_forked_child_lives,
-    holder_ignores_term,
-    worker_of_a_killed_front_end,
-    engine_over_all_wanted_gpus,
     name_without_a_hint,
+    holder_ignores_term,
+    stopped_holder,
+    parent_with_a_forked_child,
+    parent_killed_forked_child_lives,
+    forked_child_in_a_session_of_its_own,
+    worker_of_a_killed_front_end,
+    worker_in_a_session_of_its_own,
+    engine_over_eight_gpus,
+    engine_by_its_session,
+    our_own_engine,
     supervisor_bears_it_again,
     supervisor_and_all_below_it,
-    service,
+    service_that_restarts,
     worker_left_by_a_stopped_service,
+    job_by_its_control_group,
     another_users_holder,
     another_users_holder_and_root_says_so,
-    memory_without_an_owner,
-    dead_process_still_listed,
-    our_own_engine,
-    stopped_holder,
     holder_in_a_container,
+    container_by_its_name,
+    server_of_mps,
     holder_above_the_one_who_asks,
-    holder_ended_before_the_plan_is_applied,
-    holder_replaced_by_another_with_the_same_command,
-    holder_let_go_before_the_plan_is_applied,
+    memory_without_an_owner,
+    memory_without_an_owner_beside_a_holder,
+    dead_process_still_listed,
+    holder_ended_after_the_plan,
+    holder_let_go_after_the_plan,
+    holder_replaced_after_the_plan,
+    number_given_to_a_bystander,
+    number_given_to_a_holder_of_the_same_command,
+    asked_through_the_console_script,
+    asked_over_ssh,
 )
 
-Tool = Callable[[FakeGpus, Scene], tuple[bool | None, list[str]]]
-"""Takes the wanted GPUs back: whether it named everybody rightly (None: it names nobody), and what it said is left."""
+RENUMBERED = (number_given_to_a_bystander, number_given_to_a_holder_of_the_same_command)
+"""Numbers can only be given again in a pid namespace of one's own."""
 
 
-def play(build: Build, tool: Tool, folder: Path) -> Row:
-    """Set a scene, let a tool at it, and see what it did."""
-    with _machine(folder) as gpus, contextlib.ExitStack() as stack:
-        crowd = _crowd(gpus)
-        scene = build(gpus, stack)
-        began = time.monotonic()
-        named, left = tool(gpus, scene)
-        seconds = time.monotonic() - began
-        wrong = [pid for pid in crowd | scene.must_live if ended(pid)]
-        said = scene.blocker is not None and any(scene.blocker in line for line in left)
-        back = all(ended(pid) for pid in scene.must_end) and _in_use() == 0
-        freed = said and all(ended(pid) for pid in scene.must_end) if tool is by_draftproof and scene.blocker else back
-        return Row(build.__name__.replace("_", " "), named, len(wrong), freed, seconds)
+def play_anywhere(build: Build, tool: Tool, folder: Path) -> Row:
+    """`play`, in a pid namespace of its own where a scene needs one."""
+    if build not in RENUMBERED:
+        return play(build, tool, folder)
+    names = {function: name for name, function in TOOLS.items()}
+    # A shell as the first process takes note of the ends of orphans; without that no number is free again.
+    first = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", '"$@" & wait $!', "sh"]
+    words = [sys.executable, __file__, title(build), names[tool], str(folder)]
+    ran = subprocess.run([*first, *words], stdout=subprocess.PIPE, check=True, timeout=60)
+    row = json.loads(ran.stdout)
+    return Row(**{**row, "wrong": tuple(row["wrong"]), "faults": tuple(row["faults"])})
 
 
-def false_alarms(folder: Path) -> list[str]:
-    """The clean twin of every scene: the crowd alone. What `check` has to say against it."""
-    with _machine(folder) as gpus:
-        _crowd(gpus)
-        look = look_at([Reach()], Needs(gpus=WANTED))[0]
-        wrong = [f"{found.check}: {found.evidence}" for found in judge(look) if found.status in ("fail", "unknown")]
-        return wrong + [holder.why for holder in look.blockers]
-
-
-def by_draftproof(gpus: FakeGpus, scene: Scene) -> tuple[bool | None, list[str]]:
-    """Look, plan, apply, verify."""
-    if scene.asks is not None:
-        named, left = scene.asks()
-        return named == scene.named, left
-    look = _look()
-    named = {holder.pid: holder.kind for holder in look.blockers}
-    plan = plan_host(look, scene.selection)
-    scene.meanwhile()
-    done = apply(plan, Reach())
-    return named == scene.named, list(done.blockers)
-
-
-def by_fuser(gpus: FakeGpus, scene: Scene) -> tuple[bool | None, list[str]]:
-    """`fuser -k` on the wanted GPUs' device files alone, which is kinder than the usual `/dev/nvidia*`."""
-    scene.meanwhile()
-    nodes = [str(gpus.dev / f"nvidia{index}") for index in WANTED]
-    subprocess.run(["fuser", "-k", *nodes], check=False, capture_output=True)
-    time.sleep(GRACE_S)
-    return None, []
-
-
-def by_name(gpus: FakeGpus, scene: Scene) -> tuple[bool | None, list[str]]:
-    """What `pkill -9 -f 'VLLM|python'` would match, of this scene's processes."""
-    scene.meanwhile()
-    for pid in gpus.alive():
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            if any(word in " ".join([process.name(), *process.cmdline()[:1]]) for word in ("VLLM", "python")):
-                process.kill()
-    time.sleep(GRACE_S)
-    return None, []
-
-
-def _look() -> Look:
-    return look_at([Reach()], Needs(gpus=WANTED), parts=QUICK, samples=1)[0]
-
-
-def _in_use() -> int:
-    """Bytes on the wanted GPUs."""
-    return sum(gpu.memory.used_now for gpu in _look().gpus if gpu.memory is not None)
-
-
-def _crowd(gpus: FakeGpus) -> set[int]:
-    """Who has nothing to do with it."""
-    return {
-        gpus.exporter([0, 1, 2, 3]),
-        gpus.bystander("VLLM::EngineCor"),
-        gpus.bystander("python3"),
-        gpus.bystander("python3", uid=NOBODY),
-        gpus.holder([3], 20_000, name="python3"),
-    }
-
-
-def _service(gpus: FakeGpus, stack: contextlib.ExitStack, behaviour: str, state: str) -> Scene:
-    """A systemd unit with Restart=, whose worker holds the GPU."""
-    group = stack.enter_context(control_group("system.slice/vllm.service"))
-    worker = gpus.holder([0], 71_604, name="VLLM::Worker_TP0", cgroup=group)
-    stub = gpus.folder / "stub"
-    stub.mkdir()
-    (stub / "vllm.service").write_text(behaviour)
-    (stub / "vllm.service.state").write_text(f"{state}\n")
-    (stub / "vllm.service.pids").write_text(str(worker))
-    stack.enter_context(_environment({"PATH": f"{STUBS}:{os.environ['PATH']}", "STUB": str(stub)}))
-    return Scene({worker: "live"}, {worker}, selection=Selection(gpus=WANTED, units=("vllm.service",), grace_s=GRACE_S))
-
-
-@contextlib.contextmanager
-def _machine(folder: Path) -> Iterator[FakeGpus]:
-    """Four GPUs that every look of this process sees."""
-    with FakeGpus(folder, count=4) as gpus, _environment({**gpus.environment, "XDG_STATE_HOME": str(gpus.folder / "state")}):
-        yield gpus
-
-
-@contextlib.contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+if __name__ == "__main__":
+    _, scene_name, tool_name, place = sys.argv
+    builds = {title(build): build for build in RENUMBERED}
+    print(json.dumps(asdict(play(builds[scene_name], TOOLS[tool_name], Path(place)))))
