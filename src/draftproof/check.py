@@ -193,7 +193,7 @@ def _copies(look: Look) -> Finding:
         document = CopiesDocument.model_validate_json(answer.document)
     except (DraftproofError, ValueError) as error:
         return unsure("gpu.copies", f"The copies could not be made: {error}", "Look at the driver; dmesg may say more.")
-    if not document.pairs:
+    if document.why is not None or not document.pairs:
         return unsure("gpu.copies", document.why or "No copy was made.", "Look at the driver; dmesg may say more.")
     wrong = [pair for pair in document.pairs if pair.status not in ("ok", "no_peer_access")]
     slowest = min((pair.gb_per_s for pair in document.pairs if pair.gb_per_s is not None), default=0.0)

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.artifact import read_json, write_json
-from draftproof.errors import Refused, UsageError
+from draftproof.errors import DraftproofError, Refused, UsageError
 from draftproof.gate.catalog import CHECKS
 from draftproof.gate.finding import failed
 from draftproof.gate.gate import GateContext, GateReport, enforce, run_gate
-from draftproof.machine.apply import Applied, apply
+from draftproof.machine.apply import Applied, apply_all
 from draftproof.machine.reclaim import HostPlan, ReclaimPlan, Selection, load_plan, plan_host, save
-from draftproof.machine.remote import Reach
 from draftproof.machine.watch import LoadTurnedBad, Watch
 from draftproof.recipe import Recipe
 from draftproof.stage import Point, StagePlan
@@ -139,7 +138,7 @@ class Checkpoint:
     def _free(self, context: GateContext) -> tuple[GateContext, Path | None]:
         """Stop what holds the GPUs for the recipe's units, if somebody said so: then look anew. Else, where the plan waits."""
         look = context.looks[0]
-        if look.snapshot is None or not look.blockers:
+        if look.blind is not None or not look.blockers:  # the gate says why, and writes it down
             return context, None
         plan = plan_host(look, Selection(units=self.recipe.machine.units))
         if plan.empty:
@@ -149,7 +148,11 @@ class Checkpoint:
             path = self.out.parent / f"reclaim-{self.stage}.json"
             save(ReclaimPlan(hosts=(plan,)), path)
             return context, path
-        self.freeing.announce(apply(chosen, Reach(), allowance_mib=self.recipe.gates.gpu_memory_mib))
+        self._check_within(chosen, plan)
+        (freed,) = apply_all(ReclaimPlan(hosts=(chosen,)), allowance_mib=self.recipe.gates.gpu_memory_mib)
+        if isinstance(freed, DraftproofError):
+            raise freed
+        self.freeing.announce(freed)
         return self._context(context.point, context.evidence), None
 
     def _given(self, plan: HostPlan) -> HostPlan | None:
@@ -158,6 +161,19 @@ class Checkpoint:
         if chosen is not None:
             self.freeing.plans.remove(chosen)
         return chosen
+
+    @staticmethod
+    def _check_within(given: HostPlan, units: HostPlan) -> None:
+        """A run stops what its units hold and nothing else. Raises Refused for a plan that names more."""
+        beyond = {unit.name for unit in given.units} - {unit.name for unit in units.units}
+        known = {target.pid for target in units.targets}
+        beyond |= {f"pid {target.pid}" for target in given.targets if target.pid not in known and Path(f"/proc/{target.pid}").exists()}
+        if beyond:
+            raise Refused(
+                f"The plan stops more than machine.units hold: {', '.join(sorted(beyond))}.",
+                where="--apply",
+                remedy="Carry it out with `draftproof reclaim --apply`, or name the unit in the recipe.",
+            )
 
     def _turned_bad(self, cause: str) -> Refused:
         """The refusal for a load that the watch ended, written down."""

@@ -6,6 +6,7 @@ Every command prints for people on stderr and its result on stdout: a table, or 
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
@@ -39,6 +40,9 @@ app.add_typer(recipe_app, name="recipe")
 
 def main() -> None:
     """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal of another encoding gets a question mark, not a traceback
     try:
         code = app(standalone_mode=False)
     except Exception as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import signal
 import sys
 import traceback
@@ -93,14 +94,19 @@ def _explain(error: BaseException, received: list[int]) -> tuple[str, int, str]:
 _GO_ON = "Run the same command again to go on from here."
 
 
+_STEERING = re.compile(r"[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Letters that JSON leaves as they are, and that terminals take for orders."""
+
+
 def _report(result: Result, name: str, status: str, code: int, message: str) -> None:
     """The sentence in one line on stderr, the document on stdout."""
-    message = " ".join(message.split())
+    # Names of processes and hosts are chosen by others: what they say must not steer a terminal.
+    message = "".join(letter if letter.isprintable() else "?" for letter in " ".join(message.split()))
     if message:
         typer.echo(f"{status}: {message}", err=True)
     if result.as_json:
         document = {"command": name, "version": __version__, "status": status, "exit_code": code, "message": message, **result}
-        typer.echo(json.dumps(document, ensure_ascii=False, default=str))
+        typer.echo(_STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(document, ensure_ascii=False, default=str)))
 
 
 def refuse_arguments(error: Any) -> int:

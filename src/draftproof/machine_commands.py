@@ -12,6 +12,8 @@ import typer
 from draftproof.command import AsJson, Overrides, Verbose, command
 
 if TYPE_CHECKING:
+    from draftproof.errors import DraftproofError
+    from draftproof.machine.apply import Applied
     from draftproof.machine.remote import Reach
 
 GpuList = Annotated[str | None, typer.Option("--gpus", help="GPUs by number: 0-3,6. All, if not given.")]
@@ -30,12 +32,14 @@ def check(
     host: Hosts = None,
     gpus: GpuList = None,
     path: Annotated[list[Path] | None, typer.Option("--path", help="A folder that must have room.")] = None,
-    port: Annotated[list[int] | None, typer.Option("--port", help="A TCP port that must be free.")] = None,
+    port: Annotated[list[int] | None, typer.Option("--port", min=1, max=65535, help="A TCP port that must be free.")] = None,
     allow_mib: Allowance = 0,
     deep: Annotated[bool, typer.Option("--deep", help="Also copy between each pair of GPUs, and compare.")] = False,
     sudo: Sudo = False,
     python: RemotePython = "python3",
-    again: Annotated[float | None, typer.Option("--watch", min=0.2, help="Look again every so many seconds, until Ctrl-C.")] = None,
+    again: Annotated[
+        float | None, typer.Option("--watch", min=0.2, max=3600, help="Look again every so many seconds, until Ctrl-C.")
+    ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of what --json prints, and look at nothing.")] = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -83,8 +87,8 @@ def reclaim(
         list[str] | None, typer.Option("--unit", help="Stop this service or container: vllm.service, user:NAME, docker:ID.")
     ] = None,
     cgroup: Annotated[list[str] | None, typer.Option("--cgroup", help="Only processes of this control group.")] = None,
-    session: Annotated[list[int] | None, typer.Option("--session", help="Only processes of this session id.")] = None,
-    tree: Annotated[list[int] | None, typer.Option("--tree", help="Only this process and all below it.")] = None,
+    session: Annotated[list[int] | None, typer.Option("--session", min=1, help="Only processes of this session id.")] = None,
+    tree: Annotated[list[int] | None, typer.Option("--tree", min=1, help="Only this process and all below it.")] = None,
     any_user: Annotated[bool, typer.Option("--any-user", help="Other users' processes, too (for root).")] = False,
     grace: Annotated[float, typer.Option("--grace", min=0, max=3600, help="Seconds between TERM and KILL.")] = 20.0,
     apply: Annotated[Path | None, typer.Option("--apply", help="Carry out this plan.", metavar="PLAN")] = None,
@@ -112,10 +116,14 @@ def reclaim(
                     where=str(apply),
                     remedy="To choose others, make another plan, without --apply.",
                 )
-            done = apply_all(load_plan(apply), python=python, sudo=sudo, allowance_mib=allow_mib)
-            for applied in done:
-                print_applied(applied, console)
-            result.update(applied_document(done))
+            told: list[Applied | DraftproofError] = []
+
+            def announce(one: Applied | DraftproofError) -> None:
+                told.append(one)
+                print_applied(one, console)
+                result.update(applied_document(told))
+
+            done = apply_all(load_plan(apply), python=python, sudo=sudo, allowance_mib=allow_mib, announce=announce)
             enforce(done)
             return
         selection = Selection(

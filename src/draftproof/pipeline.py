@@ -122,6 +122,12 @@ def run_line(
     if first is not None and last is not None and names.index(first) > names.index(last):
         raise UsageError(f"--from {first} stands after --until {last}.", remedy="Swap them.")
     _check_waivers(recipe)
+    if freeing is not None and freeing.plans and not recipe.machine.units:
+        raise UsageError(
+            "--apply stops what the recipe's units hold, and this recipe names none.",
+            where="machine.units",
+            remedy="Name them there, or carry the plan out with `draftproof reclaim --apply`.",
+        )
     with stops_on_full_disk(run_dir), locked(run_dir):
         sweep(run_dir)
         device = choose_device(recipe)

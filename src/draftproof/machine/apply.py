@@ -231,9 +231,14 @@ def still_true(plan: HostPlan, look: Look) -> tuple[HostPlan, tuple[Outcome, ...
     for target in plan.targets:
         if target.pid in let_go or target.mib or target.pid in holding:
             continue
-        meant = target.unit in reasons if target.unit is not None else bool(reasons) and not _parents(look, target.pid) & let_go
+        if look.seen.process(target.pid) is None:  # a look shows all that belongs to a holder
+            meant = False
+        elif target.unit is not None:
+            meant = target.unit in reasons
+        else:
+            meant = bool(reasons) and not _parents(look, target.pid) & let_go
         if not meant:
-            changed[target.pid] = "what it belongs to holds no memory there any more, so it was left alone"
+            changed[target.pid] = "it has ended, or what it belongs to holds no memory there any more, so it was left alone"
     kept = tuple(target for target in plan.targets if target.pid not in changed)
     units = tuple(unit for unit in plan.units if unit.name in {target.unit for target in kept})
     dropped = tuple(Outcome(pid=pid, outcome="changed", detail=why) for pid, why in changed.items())

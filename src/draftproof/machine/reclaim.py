@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,7 +23,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draftproof.artifact import write_json
-from draftproof.errors import UsageError
+from draftproof.errors import Undecided, UsageError
+from draftproof.machine.claims import is_system
 from draftproof.machine.holders import Holder
 from draftproof.machine.look import QUICK, Look, Needs, look_at
 from draftproof.machine.records import state_folder
@@ -32,6 +34,8 @@ from draftproof.machine.stop import never_stopped
 
 GRACE_S = 20.0
 """Between TERM and KILL. A busy engine takes up to 13 s to end by itself."""
+MOST_BYTES = 64_000_000
+"""Of a plan's file. One target takes about 1 kB."""
 NEVER = ("self", "system", "fd_only")
 """Kinds that are not in the way: neither targets nor worth a word."""
 
@@ -153,8 +157,11 @@ def plan_host(look: Look, selection: Selection) -> HostPlan:
     if look.snapshot is None:
         assert look.error is not None
         raise look.error
+    if look.blind is not None:
+        raise Undecided(f"Who holds the GPUs cannot be told: {look.blind}.", where=look.reach.name, remedy="See `draftproof check`.")
     snapshot = look.snapshot
-    protected = {snapshot.viewer.pid, *snapshot.viewer.ancestors}
+    protected = {1, snapshot.viewer.pid, *snapshot.viewer.ancestors}
+    _check_selection(selection, protected)
     selected = _selected(snapshot, selection)
     units: dict[tuple[str, str, str | None], PlannedUnit] = {}
     targets: dict[int, Target] = {}
@@ -164,14 +171,14 @@ def plan_host(look: Look, selection: Selection) -> HostPlan:
         process = holder.process
         refusal = _why_not(holder, snapshot, selection, protected, selected)
         if process is None or refusal is not None:
-            why, remedy = (holder.why, _REMEDIES.get(holder.kind, _REMEDIES["driver"])) if refusal is None else refusal
+            why, remedy = refusal or (holder.why, _remedy(holder, snapshot))
             left.append(Left(gpu=holder.gpu, pid=holder.pid, kind=holder.kind, why=why, remedy=remedy))
             continue
         unit = _unit_of(process, snapshot, selection, protected)
         if unit is not None:
             unit = units.setdefault((unit.scope, unit.name, unit.cgroup), unit)
         for member, around in _group(process, snapshot, selected, unit, any_user=selection.any_user):
-            if member.pid in protected or never_stopped(member.comm, member.uid):
+            if member.pid in protected or never_stopped(member.comm, member.uid) or (member.pid != process.pid and is_system(member)):
                 continue
             if member.pid not in targets or (around is not None and targets[member.pid].unit is None):
                 held = [other for other in holders if other.pid == member.pid]
@@ -211,13 +218,25 @@ def default_path(plan: ReclaimPlan) -> Path:
 
 
 def save(plan: ReclaimPlan, path: Path) -> None:
-    """Write it for `--apply`."""
+    """Write it for `--apply`, for this user's eyes alone. Raises UsageError where something else than a file is in the way."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UsageError(
+            "A plan is not written over what is no ordinary file.", where=str(path), remedy="Give the name of a file to --out."
+        )
     write_json(path, plan.model_dump(mode="json"))
+    path.chmod(0o600)
 
 
 def load_plan(path: Path) -> ReclaimPlan:
-    """The plan of a file; raises UsageError for anything else, and for one that was changed."""
+    """The plan of a file; raises UsageError for anything else, for one that was changed, and for one that others may write."""
     try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:
+            raise UsageError("This is no plan of draftproof, but no ordinary file or a very large one.", where=str(path), remedy=_AGAIN)
+        if about.st_uid not in (0, os.geteuid()) or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise UsageError(
+                "Others may write this plan, so it says nothing.", where=str(path), remedy=f"{_AGAIN} Its hash is no signature."
+            )
         plan = ReclaimPlan.model_validate_json(path.read_bytes())
     except OSError as error:
         raise UsageError(f"The plan cannot be read: {error.strerror}.", where=str(path), remedy=_AGAIN) from None
@@ -225,6 +244,8 @@ def load_plan(path: Path) -> ReclaimPlan:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
         place = ".".join(str(part) for part in first["loc"])[:200]
         raise UsageError(f"This is no plan of draftproof: {place or 'file'}: {first['msg']}.", where=str(path), remedy=_AGAIN) from None
+    if not plan.hosts or len({(host.address, host.host) for host in plan.hosts}) < len(plan.hosts):
+        raise UsageError("The plan names no host, or one twice.", where=str(path), remedy=_AGAIN)
     for host in plan.hosts:
         if host.hash != host.digest():
             raise UsageError(
@@ -245,6 +266,13 @@ _REMEDIES = {
 }
 
 
+def _remedy(holder: Holder, snapshot: Snapshot) -> str:
+    """For memory without a process to be seen."""
+    if snapshot.viewer.uid != 0 and holder.kind in ("dead", "driver"):
+        return "Look as root (--sudo): only root sees everybody who has the GPU open."
+    return _REMEDIES.get(holder.kind, _REMEDIES["driver"])
+
+
 def _moment(seconds: float) -> str:
     """ISO time. By the host's own clock, since that tells which children were born after it."""
     return datetime.fromtimestamp(min(max(seconds, 0.0), _YEAR_9999), UTC).isoformat()
@@ -254,7 +282,9 @@ _YEAR_9999 = 253_402_300_799.0
 """The last second that has an ISO date; a host may send any number."""
 
 
-def _why_not(holder: Holder, snapshot: Snapshot, selection: Selection, protected: Set[int], selected: Set[int]) -> tuple[str, str] | None:
+def _why_not(
+    holder: Holder, snapshot: Snapshot, selection: Selection, protected: Set[int], selected: Sequence[Set[int]]
+) -> tuple[str, str] | None:
     """Why a holder with a process is left alone, and the remedy; None: it may be stopped."""
     process = holder.process
     if process is None:
@@ -266,7 +296,7 @@ def _why_not(holder: Holder, snapshot: Snapshot, selection: Selection, protected
     if never_stopped(process.comm, process.uid):
         return f"{holder.why}; such a process serves the whole machine", "Leave it, or stop its service by hand."
     named = _named_unit(process, selection) is not None
-    if selection.narrow and not named and process.pid not in selected:
+    if selection.narrow and not named and not _together(process, selected):
         return f"{holder.why}; it was not selected", "Name its --unit, --cgroup, --session or --tree as well."
     if named and _unit_of(process, snapshot, selection, protected) is not None:
         return None  # whether we may stop a unit of another user is for systemd or docker to say
@@ -327,12 +357,12 @@ def _is_inside(process: Process, unit: PlannedUnit) -> bool:
 
 
 def _group(
-    process: Process, snapshot: Snapshot, selected: Set[int], unit: PlannedUnit | None, *, any_user: bool
+    process: Process, snapshot: Snapshot, selected: Sequence[Set[int]], unit: PlannedUnit | None, *, any_user: bool
 ) -> list[tuple[Process, PlannedUnit | None]]:
     """Who is stopped for the sake of one holder, and with which unit: its unit as a whole, itself, what descends from it,
     its engine and the selected groups. Outside the unit only who may be stopped by a signal: see `_why_not`."""
     everyone = list(snapshot.processes or ())
-    chosen = {process.pid, *_descendants(process.pid, everyone), *selected}
+    chosen = {process.pid, *_descendants(process.pid, everyone), *_together(process, selected)}
     members: list[tuple[Process, PlannedUnit | None]] = []
     for other in everyone:
         if unit is not None and _is_inside(other, unit):
@@ -344,15 +374,32 @@ def _group(
     return members
 
 
-def _selected(snapshot: Snapshot, selection: Selection) -> frozenset[int]:
-    """Pids of the selected sessions, control groups and trees."""
+def _selected(snapshot: Snapshot, selection: Selection) -> list[frozenset[int]]:
+    """Pids of each selected session, control group and tree."""
     everyone = list(snapshot.processes or ())
-    in_trees = {pid for root in selection.trees for pid in (root, *_descendants(root, everyone))}
-    return frozenset(
-        process.pid
-        for process in everyone
-        if process.session in selection.sessions or process.cgroup in selection.cgroups or process.pid in in_trees
-    )
+    sessions = [frozenset(one.pid for one in everyone if one.session == session) for session in selection.sessions]
+    groups = [frozenset(one.pid for one in everyone if one.cgroup == group) for group in selection.cgroups]
+    trees = [frozenset((root, *_descendants(root, everyone))) for root in selection.trees]
+    return [*sessions, *groups, *trees]
+
+
+def _together(process: Process, selected: Sequence[Set[int]]) -> set[int]:
+    """Pids of the selected groups that a process is in; empty: it was not selected."""
+    return {pid for group in selected if process.pid in group for pid in group}
+
+
+def _check_selection(selection: Selection, protected: Set[int]) -> None:
+    """Raises UsageError for a choice that takes in the whole machine, or this command itself."""
+    for root in selection.trees:
+        if root in protected:
+            raise UsageError(
+                f"The tree of process {root} holds this command itself.",
+                where="--tree",
+                remedy="Name a process further down: see `draftproof check`.",
+            )
+    for group in selection.cgroups:
+        if not group.strip("/.") or ".." in group.split("/"):
+            raise UsageError(f"{group!r} is not one control group.", where="--cgroup", remedy="Give its path: see /proc/PID/cgroup.")
 
 
 def _descendants(root: int, everyone: Sequence[Process]) -> set[int]:
