@@ -186,6 +186,8 @@ class Checkpoint:
     def _give_up(self, cause: str) -> None:
         """The main thread is stuck in a call that no signal ends, so the process ends. A resume goes on as after a kill."""
         refused = self._turned_bad(cause)
+        if sys.stderr.isatty():
+            sys.stderr.write("\x1b[?25h")  # a progress bar has hidden the cursor, and cannot show it again
         print(f"refused: {refused}", file=sys.stderr, flush=True)  # the command line's own door is stuck, too
         os._exit(refused.exit_code)
 

@@ -29,8 +29,8 @@ def gpu_count(look: Look) -> Finding:
     if wanted == ():
         return passed("gpu.count", "The work needs no GPU.")
     # Before "there is none": a library that hangs or does not fit its driver is not there either.
-    if why := "; ".join(one.why for one in snapshot.unseen if one.what in ("nvml", "nvml.count")):
-        return unsure("gpu.count", why, _HUNG)
+    if look.driver_silent is not None:
+        return unsure("gpu.count", look.driver_silent, _HUNG)
     if not snapshot.nvml.present:
         if wanted is None and not look.needs.any_gpu:
             return passed("gpu.count", "This machine has no NVIDIA GPU; what applies to a CPU was checked.")

@@ -105,13 +105,18 @@ class Look:
         return [] if self.snapshot is None else find_holders(self.snapshot, [gpu.index for gpu in self.gpus])
 
     @property
+    def driver_silent(self) -> str | None:
+        """Why the driver did not say which GPUs there are: it hangs, or its library cannot be used. None: it did, or there is none."""
+        unseen = {one.what: one.why for one in self.seen.unseen}
+        return unseen.get("nvml") or unseen.get("nvml.count") or unseen.get("probe")
+
+    @property
     def blind(self) -> str | None:
         """Why nothing can be said of who holds the needed GPUs; None: it can."""
         if self.snapshot is None:
             return self.error.what if self.error is not None else "it was not looked at"
-        unseen = {one.what: one.why for one in self.snapshot.unseen}
-        if why := unseen.get("nvml") or unseen.get("nvml.count") or unseen.get("probe"):
-            return why
+        if self.driver_silent is not None:
+            return self.driver_silent
         missing = sorted(set(self.needs.gpus or ()) - {gpu.index for gpu in self.gpus})
         if missing:
             return f"GPU {', '.join(map(str, missing))} is not there"
@@ -187,7 +192,11 @@ def needs_of(recipe: Recipe, device: str, plan: StagePlan | None) -> Needs:
 
 
 def visible_gpus() -> tuple[int, ...] | None:
-    """The GPU that torch takes first, by NVML's number; None, which stands for all, where it is named in another way."""
+    """The GPU that torch takes first, by NVML's number; None, which stands for all, where it is named in another way.
+
+    Where GPUs of several models are mixed, CUDA counts the fastest first, NVML by bus; CUDA_DEVICE_ORDER=PCI_BUS_ID makes
+    both count alike.
+    """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return (0,)
