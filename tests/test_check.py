@@ -327,3 +327,81 @@ def _is_probe(pid: str) -> bool:
         return b"\0-I\0-\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+
+
+def test_a_plan_is_written_over_nothing_but_a_file(gpus: FakeGpus, tmp_path: Path) -> None:
+    gpus.holder([0], 900)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("fifo", "link", "."):
+        ran = draftproof("reclaim", "--out", tmp_path / name)
+        assert ran.code == 2
+        assert "no ordinary file" in ran.sentence()
+    assert (tmp_path / "fifo").is_fifo()
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_a_plan_from_others_hands_is_refused(gpus: FakeGpus, tmp_path: Path) -> None:
+    worker, path = gpus.holder([0], 900), tmp_path / "plan.json"
+    draftproof("reclaim", "--out", path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o666)
+    assert "Others may write this plan" in draftproof("reclaim", "--apply", path).sentence()
+    path.chmod(0o600)
+    if os.getuid() == 0:
+        os.chown(path, 65534, 65534)
+        assert "Others may write this plan" in draftproof("reclaim", "--apply", path).sentence()
+    assert not ended(worker)
+
+
+def test_who_cannot_see_the_gpus_plans_nothing(gpus: FakeGpus) -> None:
+    gpus.holder([0], 900)
+    assert draftproof("reclaim", "--gpus", "99").code == 4
+    gpus.say("hang nvmlInit_v2 -1 600")
+    ran = draftproof("reclaim")
+    assert ran.code == 4
+    assert "Who holds the GPUs cannot be told" in ran.sentence()
+
+
+def test_a_choice_reaches_only_what_holds_the_gpus_that_were_asked_for(gpus: FakeGpus) -> None:
+    here, elsewhere = gpus.holder([0], 900), gpus.holder([1], 900)
+    plan = draftproof("reclaim", "--gpus", "0", "--session", str(os.getsid(here)), "--session", str(os.getsid(elsewhere)), "--json")
+    assert [target["pid"] for target in plan.document()["plan"]["targets"]] == [here]
+    for whole in (("--tree", "1"), ("--cgroup", "/"), ("--cgroup", "/../x")):
+        assert draftproof("reclaim", *whole).code == 2
+
+
+def test_names_of_processes_do_not_steer_the_terminal(gpus: FakeGpus, tmp_path: Path) -> None:
+    gpus.holder([0], 900, name="\x1b]0;PWNED\x07\x1b[31m[red]x[/]", arguments=["\x1b[2J\x9b\u202e"])
+    plan = tmp_path / "plan.json"
+    for ran in (draftproof("check"), draftproof("reclaim", "--out", plan), draftproof("check", "--json"), draftproof("reclaim", "--json")):
+        for letter in ("\x1b", "\x07", "\x9b", "\u202e"):
+            assert letter not in ran.stdout + ran.stderr
+    assert "[red]x[/]" in draftproof("reclaim", "--out", plan).stdout
+
+
+def test_ctrl_c_while_one_ignores_term(gpus: FakeGpus, tmp_path: Path) -> None:
+    worker, plan = gpus.holder([0], 900, ignore_term=True), tmp_path / "plan.json"
+    draftproof("reclaim", "--grace", "30", "--out", plan)
+    process = start("reclaim", "--apply", plan, "--json")
+    wait_for(lambda: b"\0-I\0-\0" in b"".join(path.read_bytes() for path in _children(process.pid)))
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    ran = end(process)
+    assert time.monotonic() - began < 10
+    assert ran.code == 130
+    assert ran.document()["hosts"][0]["outcomes"][0]["outcome"] == "survives"
+    assert not ended(worker)
+
+
+def _children(pid: int) -> list[Path]:
+    """Command lines of the processes below."""
+    return [child / "cmdline" for child in Path("/proc").glob("[0-9]*") if _parent(child) == pid]
+
+
+def _parent(process: Path) -> int | None:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None

@@ -138,6 +138,22 @@ def test_a_plan_of_another_host_is_not_passed_over(gpus: FakeGpus, recipe: Path,
 
 
 @needs_root
+def test_a_run_stops_nothing_beyond_its_units(gpus: FakeGpus, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with control_group("system.slice/vllm.service") as group:
+        worker, notebook = gpus.holder([0], 71_604, cgroup=group), gpus.holder([1], 900, name="jupyter")
+        unit(tmp_path, monkeypatch, worker)
+        plan = tmp_path / "plan.json"
+        draftproof("reclaim", "--out", plan)
+        command = ("run", recipe, *UNTIL, "--workdir", tmp_path / "run", "-q", "--apply", plan)
+        ran = draftproof(*command, "machine.units=[vllm.service]")
+        assert ran.code == 3
+        assert f"The plan stops more than machine.units hold: pid {notebook}." in ran.sentence()
+        assert "this recipe names none" in draftproof(*command).sentence()
+        assert not ended(worker)
+        assert not ended(notebook)
+
+
+@needs_root
 def test_a_yes_on_a_terminal_stops_them(gpus: FakeGpus, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with control_group("system.slice/vllm.service") as group:
         worker = gpus.holder([0], 71_604, name="VLLM::Worker_TP0", cgroup=group)
