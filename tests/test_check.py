@@ -14,17 +14,14 @@ import pytest
 
 from draftproof.machine.look import Needs, look_at
 from draftproof.machine.remote import Reach
-from fake_gpus import FakeGpus, ended, wait_for
+from fake_gpus import FakeGpus, ended, on_this_machine, wait_for
 from line import draftproof, end, start, write_job
 from sshd import running, socket_folder
 
 
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
-    with FakeGpus(tmp_path, count=4) as fake:
-        for name, value in fake.environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with on_this_machine(tmp_path, monkeypatch, count=4) as fake:
         yield fake
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from draftproof.machine.reclaim import ReclaimPlan, load_plan, save
-from fake_gpus import FakeGpus, control_group, ended, wait_for
+from fake_gpus import FakeGpus, control_group, ended, on_this_machine, wait_for
 from line import draftproof, end, start, write_job
 
 STUBS = Path(__file__).parent / "machine" / "stubs"
@@ -41,10 +41,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="Only root may make a c
 
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
-    with FakeGpus(tmp_path, count=2) as fake:
-        for name, value in fake.environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with on_this_machine(tmp_path, monkeypatch, count=2) as fake:
         yield fake
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fake_gpus import FakeGpus, ended
+from fake_gpus import FakeGpus, ended, on_this_machine
 from line import draftproof, write_job
 
 FRONT_END = """
@@ -29,10 +29,7 @@ with recorded("vLLM", run="runs/one") as engine:
 
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
-    with FakeGpus(tmp_path, count=2) as fake:
-        for name, value in fake.environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with on_this_machine(tmp_path, monkeypatch, count=2) as fake:
         yield fake
 
 

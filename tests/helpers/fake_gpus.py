@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SOURCE = Path(__file__).resolve().parents[1] / "fakes" / "nvml.c"
 PROBE = SOURCE.parents[2] / "src" / "draftproof" / "machine" / "probe.py"
 PYTHON = shutil.which("python3", path="/usr/bin") or os.path.realpath(sys.executable)
@@ -332,6 +334,16 @@ def run_probe(python: str = PYTHON, *, uid: int | None = None, **request: Any) -
     assert (begin, end, nothing) == (b"=====draftproof-begin=====", b"=====draftproof-end=====", b"")
     document: dict[str, Any] = json.loads(line)
     return document
+
+
+@contextlib.contextmanager
+def on_this_machine(folder: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[FakeGpus]:
+    """GPUs that every command started from here sees, with a state folder of their own."""
+    with FakeGpus(folder, count) as gpus:
+        for name, value in gpus.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        yield gpus
 
 
 def ended(pid: int) -> bool:
