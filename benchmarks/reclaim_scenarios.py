@@ -57,24 +57,25 @@ def main() -> int:
 
 
 def table(rows: dict[str, list[Row]]) -> Table:
-    """A line for each scene, and the sums. For each tool: whether the memory came back, how many it harmed, how long it took."""
-    drawn = Table("scene", "named", title="back: the memory is; said: who holds it is, as it must be; harmed: ended, or left stopped")
-    for tool in rows:
-        for column in (f"{tool}: back", "harmed", "s"):
-            drawn.add_column(column, justify="right")
-    for number, own in enumerate(rows["draftproof"]):
-        cells = [cell for all_of_it in rows.values() for cell in _cells(all_of_it[number])]
-        drawn.add_row(own.scenario, "right" if own.named_right else "WRONG", *cells, end_section=number + 1 == len(rows["draftproof"]))
-    sums = []
-    for all_of_it in rows.values():
-        good = sum(row.told or row.back for row in all_of_it)
-        sums += [f"{good}/{len(all_of_it)}", str(sum(len(row.wrong) for row in all_of_it)), f"{sum(row.seconds for row in all_of_it):.1f}"]
-    drawn.add_row("all", f"{sum(bool(row.named_right) for row in rows['draftproof'])}/{len(SCENARIOS)}", *sums)
+    """A line for each scene, and the sums. For each tool: whether the memory came back, and how many it harmed."""
+    own = rows["draftproof"]
+    drawn = Table(
+        "scene", "named", "s", *rows, title="back: the memory is; said: what holds it is, as it must be; harmed: ended, or left stopped"
+    )
+    for number, row in enumerate(own):
+        cells = [_cell(all_of_it[number]) for all_of_it in rows.values()]
+        last = number + 1 == len(own)
+        drawn.add_row(row.scenario, "right" if row.named_right else "WRONG", f"{row.seconds:.2f}", *cells, end_section=last)
+    good = [f"{sum(row.told or row.back for row in all_of_it)}/{len(all_of_it)}" for all_of_it in rows.values()]
+    drawn.add_row("back, or said", f"{sum(bool(row.named_right) for row in own)}/{len(own)}", "", *good)
+    drawn.add_row("harmed", "", "", *(str(sum(len(row.wrong) for row in all_of_it)) for all_of_it in rows.values()))
+    drawn.add_row("seconds", "", "", *(f"{sum(row.seconds for row in all_of_it):.1f}" for all_of_it in rows.values()))
     return drawn
 
 
-def _cells(row: Row) -> tuple[str, str, str]:
-    return "said" if row.told else "back" if row.back else "NO", str(len(row.wrong) or ""), f"{row.seconds:.2f}"
+def _cell(row: Row) -> str:
+    harmed = f", {len(row.wrong)} harmed" if row.wrong else ""
+    return ("said" if row.told else "back" if row.back else "NOT BACK") + harmed
 
 
 if __name__ == "__main__":
