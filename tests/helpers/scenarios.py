@@ -130,7 +130,7 @@ with recorded("vLLM", run="runs/one") as engine:
 
 def supervisor_bears_it_again(host: Host) -> Scene:
     supervisor, first = host.respawner([0], MODEL)
-    return Scene({first: "live"}, {first}, blocker=rf"by pid {supervisor}: plan again with --tree {supervisor}$")
+    return Scene({first: "live"}, {first}, blocker=rf"its parent is pid {supervisor} `[^`]+`: plan again with --tree {supervisor}$")
 
 
 def supervisor_and_all_below_it(host: Host) -> Scene:

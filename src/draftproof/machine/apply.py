@@ -20,11 +20,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from draftproof.errors import DraftproofError, Refused, Undecided
-from draftproof.machine.holders import Holder
+from draftproof.machine.claims import LAUNCHERS
+from draftproof.machine.holders import Holder, plain
 from draftproof.machine.look import QUICK, TRAVEL_S, Look, Needs, look_at
 from draftproof.machine.reclaim import HostPlan, ReclaimPlan
 from draftproof.machine.remote import Reach
-from draftproof.machine.snapshot import MIB
+from draftproof.machine.snapshot import MIB, Process
 
 VERIFY_S = 15.0
 """For memory to come back after the last process ended. Measured on an H200: 0.1 s."""
@@ -109,9 +110,9 @@ def apply(plan: HostPlan, reach: Reach, *, allowance_mib: int = 0, interrupted: 
     if stopped.refused is not None:
         raise Refused(f"{reach.name} refused the plan: {stopped.refused}", remedy=_LOOK_AGAIN)
     started = time.monotonic()
-    after = _until_free(reach, needs, quiet=current.empty or (interrupted is not None and interrupted.is_set()))
+    after = _until_free(reach, needs, plan, quiet=current.empty or (interrupted is not None and interrupted.is_set()))
     ended = {outcome.pid: outcome for outcome in stopped.outcomes}
-    blockers = tuple(_blocker(holder, plan, ended) for holder in after.blockers)
+    blockers = tuple(_blocker(holder, plan, ended, after) for holder in after.blockers)
     if after.blind is not None:  # the processes have ended all the same, so what became of them is said
         blockers = (*blockers, f"unknown, for the look afterwards did not tell: {after.blind}")
     return Applied(
@@ -267,12 +268,14 @@ def _read(document: bytes, reach: Reach) -> _Stopped:
         raise DraftproofError(f"{reach.name} answered what cannot be read: {error}", remedy="Look again: draftproof check.") from None
 
 
-def _until_free(reach: Reach, needs: Needs, *, quiet: bool) -> Look:
-    """The first look that shows steady memory and at most living processes in the way, or the last one before the deadline.
+def _until_free(reach: Reach, needs: Needs, plan: HostPlan, *, quiet: bool) -> Look:
+    """The first look that shows steady memory and nothing in the way but living processes and what the plan left, or the last
+    one before the deadline.
 
     A look that fails does not count, unless it is the last.
     """
     deadline = time.monotonic() + (0 if quiet else VERIFY_S)
+    left = {(one.gpu, one.pid) for one in plan.left}
     seen: list[int] = []
     while True:
         look = _look(reach, needs)
@@ -281,7 +284,8 @@ def _until_free(reach: Reach, needs: Needs, *, quiet: bool) -> Look:
         else:
             seen.append(_in_use(look))
         steady = len(seen) >= STEADY_LOOKS and len(set(seen[-STEADY_LOOKS:])) == 1
-        waiting = any(holder.process is None or holder.process.ended for holder in look.blockers)  # memory that may still come back
+        coming = [holder for holder in look.blockers if holder.process is None or holder.process.ended]  # memory may still come back
+        waiting = any((holder.gpu, holder.pid) not in left for holder in coming)
         if (steady and not waiting) or time.monotonic() >= deadline:
             return look
         time.sleep(LOOK_EVERY_S)
@@ -291,7 +295,7 @@ def _in_use(look: Look) -> int:
     return sum(gpu.memory.used_now for gpu in look.gpus if gpu.memory is not None)
 
 
-def _blocker(holder: Holder, plan: HostPlan, ended: dict[int, Outcome]) -> str:
+def _blocker(holder: Holder, plan: HostPlan, ended: dict[int, Outcome], look: Look) -> str:
     """Who still holds memory, and why the plan did not change that."""
     if holder.pid in ended and ended[holder.pid].outcome not in ("terminated", "killed", "gone"):
         return f"{holder.why}; {ended[holder.pid].outcome}: {ended[holder.pid].detail}"
@@ -299,7 +303,15 @@ def _blocker(holder: Holder, plan: HostPlan, ended: dict[int, Outcome]) -> str:
     if left is not None:
         return f"{holder.why}; {left.remedy}"
     if holder.process is not None and all(target.pid != holder.pid for target in plan.targets):
-        parent = holder.process.ppid
-        again = f"plan again with --tree {parent}" if parent > 1 else "plan again"
-        return f"{holder.why}; it was started after the plan, by pid {parent}: {again}"
+        return f"{holder.why}; it came after the plan{_whose(holder.process, look)}"
     return holder.why
+
+
+def _whose(process: Process, look: Look) -> str:
+    """What to do about a process that came after the plan: a parent that starts it again and again has to go with it, but
+    not init, a shell or another that only took it in."""
+    parent = look.seen.process(process.ppid)
+    own = parent is not None and parent.uid == process.uid and parent.pid > 1 and parent.comm not in LAUNCHERS
+    if parent is None or not own or parent.pid in look.seen.viewer.ancestors:
+        return ": plan again"
+    return f"; its parent is pid {parent.pid} `{plain(parent.comm)}`: plan again with --tree {parent.pid}"

@@ -82,7 +82,7 @@ class Machine:
             process = self.snapshot.process(pid)
             if not callers and process is not None and process.comm == "sudo":
                 continue
-            if pid <= 1 or (process is not None and process.comm in _LAUNCHERS):
+            if pid <= 1 or (process is not None and process.comm in LAUNCHERS):
                 break
             if callers and (process is None or not _DRAFTPROOF.search(process.command)):
                 break
@@ -186,7 +186,7 @@ _NODE = re.compile(r"nvidia\d+|nvidia-uvm")
 _DRAFTPROOF = re.compile(r"(^|[/\s])draftproof(\s|$)")
 """`draftproof`, `/venv/bin/draftproof run` and `python -m draftproof` as a command line."""
 
-_LAUNCHERS = (
+LAUNCHERS = (
     *("ash", "bash", "busybox", "csh", "cron", "dash", "fish", "ksh", "sh", "tcsh", "zsh"),
     *("init", "systemd", "login", "su", "sshd", "sshd-session", "screen", "SCREEN", "tmux", "tmux: server"),
     *("slurmstepd", "containerd-shim", "docker-init", "dumb-init", "s6-svscan", "supervisord", "tini"),
