@@ -328,7 +328,10 @@ def run_probe(python: str = PYTHON, *, uid: int | None = None, **request: Any) -
     `samples` is 1 unless given, so that it does not sleep between them.
     """
     argument = base64.urlsafe_b64encode(zlib.compress(json.dumps({"samples": 1, **request}).encode())).decode()
-    ran = subprocess.run([python, "-I", "-", argument], input=PROBE.read_bytes(), capture_output=True, user=uid, group=uid, check=True)
+    environment = {**os.environ, "XDG_STATE_HOME": "/nonexistent"}  # records of engines that run here while the tests do
+    ran = subprocess.run(
+        [python, "-I", "-", argument], input=PROBE.read_bytes(), capture_output=True, env=environment, user=uid, group=uid, check=True
+    )
     assert ran.stderr == b""
     begin, line, end, nothing = ran.stdout.split(b"\n")
     assert (begin, end, nothing) == (b"=====draftproof-begin=====", b"=====draftproof-end=====", b"")
