@@ -35,6 +35,11 @@ def look(gpus: FakeGpus, **request: Any) -> dict[int, dict[str, Any]]:
     return {process["pid"]: process for process in document["processes"]}
 
 
+def children(pid: int) -> list[int]:
+    """Its children now."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def test_all_that_is_said_of_a_process(gpus: FakeGpus) -> None:
     before = time.time()
     pid = gpus.holder([1], 5, name="VLLM::Worker_TP3", arguments=["--port", "8000"])
@@ -88,9 +93,16 @@ def test_ancestors_and_descendants_are_seen_and_others_not(gpus: FakeGpus, tmp_p
     assert processes[supervisor]["device_fds"] == []
     assert bystander not in processes
     assert os.getpid() not in processes
+    starter = gpus.holder([0], 3, runs="sleep 300")
+    os.kill(starter, signal.SIGUSR1)
+    wait_for(lambda: len(children(starter)) == 1 and len(children(children(starter)[0])) == 1)  # a shell, and what it runs
+    (shell,) = children(starter)
+    processes = look(gpus)
+    assert {shell, *children(shell)} <= set(processes)
+    assert processes[shell]["device_fds"] == []
     os.kill(holder, signal.SIGKILL)
-    wait_for(lambda: len(set(gpus.alive()) - {supervisor, holder, bystander}) == 1)
-    (again,) = set(gpus.alive()) - {supervisor, holder, bystander}
+    wait_for(lambda: children(supervisor) not in ([], [holder]))
+    (again,) = children(supervisor)
     wait_for(lambda: f"hold 0 {again} " in (gpus.library.parent / f"{gpus.library.name}.txt").read_text())
     assert {supervisor, again} <= set(look(gpus)) - {holder}
 
@@ -195,14 +207,16 @@ def test_secrets_are_masked_in_what_is_printed(gpus: FakeGpus) -> None:
     assert look(gpus)[pid]["command"] == f"python3 -IS {gpus.folder}/hold.py --api-key *** --port 8000 HF_TOKEN=***"
 
 
-def test_zombies_hold_nothing(gpus: FakeGpus) -> None:
+def test_zombies_hold_nothing(open_gpus: FakeGpus) -> None:
+    gpus = open_gpus
     with subprocess.Popen([PYTHON, "-c", f"import os; f = open({str(gpus.dev / 'nvidia0')!r})"]) as ended:
         wait_for(lambda: Path(f"/proc/{ended.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
         ticks = Path(f"/proc/{ended.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        keeper = gpus.holder([1], 1)
+        keeper = gpus.holder([0], 1)
         kept = Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[19]
         gpus.say(f"hold 0 {ended.pid} 4096 compute {keeper}:{kept}")  # NVML still lists it
         process = look(gpus)[ended.pid]
+        assert os.getuid() != 0 or look(gpus, uid=NOBODY)[ended.pid]["device_fds"] == []  # also to who may not look into it
     assert (process["state"], process["device_fds"], process["command"], process["start_ticks"]) == ("Z", [], "", int(ticks))
 
 
