@@ -254,10 +254,12 @@ def test_bytes_that_the_driver_does_not_say(gpus: FakeGpus) -> None:
 def test_processes_of_mig_instances_count_once(gpus: FakeGpus, private: int) -> None:
     gpus.say("set 0 mig 2", f"set 0 private {private}")
     pid, other = gpus.holder([0], 300, kind="compute/0"), gpus.holder([0], 20, kind="compute/1")
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    gpus.say(f"hold 0 {pid} {4 * MIB} compute/1 {pid}:{ticks}")  # it has something in both
     document = run_probe(roots=gpus.roots)
     gpu = document["gpus"][0]
     assert gpu["mig"] == {"enabled": True, "instances": 2}
-    assert gpu["processes"] == [{"pid": pid, "kind": "compute", "bytes": 300 * MIB}, {"pid": other, "kind": "compute", "bytes": 20 * MIB}]
+    assert gpu["processes"] == [{"pid": pid, "kind": "compute", "bytes": 304 * MIB}, {"pid": other, "kind": "compute", "bytes": 20 * MIB}]
 
 
 def test_only_the_gpus_that_were_asked_for(tmp_path: Path) -> None:
@@ -383,6 +385,11 @@ exec unshare --mount sh -c 'mount -t tmpfs -o ro,size=4096k,nr_inodes=77 none {f
         "read_only": True,
     }
     assert above["read_only"] is False
+
+
+def test_half_characters_in_a_path_do_not_spoil_the_document() -> None:
+    (disk,) = run_probe(parts=[], paths=["/\udcffx"])["disks"]
+    assert (disk["path"], disk["existing"]) == ("/?x", "/")
 
 
 def test_driver_errors_in_the_kernel_log(gpus: FakeGpus) -> None:

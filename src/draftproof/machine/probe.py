@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
         look(request, watch, began)
         document = assemble(request, watch.facts, watch.unseen, began)
     except Exception as error:  # noqa: BLE001  (neither a garbled request nor a fault of ours may leave the asker without a word)
-        watch.end(watch.children)
+        watch.end("first", "last")
         told = {"probe": f"the probe failed: {type(error).__name__} {error}"}
         document = assemble(read_request([]), {}, told, began)
     whole = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")  # half characters, which file names may hold, become "?"
@@ -88,16 +88,15 @@ def look(request: dict[str, Any], watch: Watch, began: float) -> None:
     """Gather the facts of a complete request. `began` is on the monotonic clock."""
     end, first_s = began + request["deadline_s"], FIRST_SHARE * request["deadline_s"]
     watch.call_s = min(request["call_s"], max(LEAST_CALL_S, first_s / 3))
-    first = [watch.start(look_at_gpus, request)] if {"gpus", "links"} & set(request["parts"]) else []
-    first.append(watch.start(look_at_processes, request))
-    last = [watch.start(look_at_host, request)]
-    watch.attend(first, began + first_s)
-    watch.end(first)  # what NVML lists from now on would not be looked at
+    if {"gpus", "links"} & set(request["parts"]):
+        watch.start(Child("first", look_at_gpus, (request, None)))
+    watch.start(Child("first", look_at_processes, (request,)))
+    watch.start(Child("last", look_at_host, (request,)))
+    watch.attend("first", began + first_s)  # what NVML lists later would not be looked at
     watch.call_s = min(watch.call_s, max(LEAST_CALL_S, (end - time.monotonic()) / 3))
     if "processes" in request["parts"] and "processes.table" in watch.facts:
-        last.append(watch.start(look_closer, request, choose(watch.facts)))
-    watch.attend(last, end)
-    watch.end(last)
+        watch.start(Child("last", look_closer, (request, choose(watch.facts))))
+    watch.attend("last", end)
 
 
 # The document
@@ -130,12 +129,11 @@ def assemble(request: dict[str, Any], facts: dict[str, Any], told: dict[str, str
         return facts.get(what)
 
     uid, namespace, shm, present = os.getuid(), get("pid_namespace"), get("shm"), facts.get("nvml.present", False)
-    count, cuda = get("nvml.count") or 0, get("nvml.cuda") if present else None
-    wanted = sorted(set(range(count) if request["gpus"] is None else request["gpus"]))
-    indices = [index for index in wanted if 0 <= index < count]
-    for index in set(wanted) - set(indices):
+    count, cuda = get("nvml.count"), get("nvml.cuda") if present else None
+    indices = chosen_gpus(request, facts)
+    for index in set(request["gpus"] or ()) - set(indices):
         told.setdefault(f"gpu.{index}", f"NVML counts {count} GPUs here")
-    linked = "links" in request["parts"] and "nvml.count" in facts
+    linked = "links" in request["parts"] and count is not None
     document = {
         "schema": 1,
         "host": os.uname().nodename,
@@ -218,12 +216,11 @@ def described(facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class Child:
-    """A forked look, as its parent knows it: what it is doing, for which fact, and since when."""
+    """A forked look, `look(report, *arguments)`, as its parent knows it: what it is doing, for which fact, and since when."""
 
-    def __init__(self, look: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        self.look, self.arguments = look, arguments
-        self.stalls: list[tuple[str, str]] = []
-        self.over, self.pid, self.pipe, self.rest = True, 0, -1, b""
+    def __init__(self, group: str, look: Callable[..., None], arguments: tuple[Any, ...], stalls: Iterable[tuple[str, str]] = ()) -> None:
+        self.group, self.look, self.arguments, self.stalls = group, look, arguments, list(stalls)
+        self.pid, self.pipe, self.rest = 0, -1, b""
         self.what, self.call, self.since = "", "", 0.0
 
 
@@ -236,18 +233,10 @@ class Watch:
         self.unseen: dict[str, str] = {}
         self.children: list[Child] = []
 
-    def start(self, look: Callable[..., None], *arguments: Any) -> Child:
-        """A child that runs `look(report, *arguments)`."""
-        child = Child(look, arguments)
-        self.children.append(child)
-        self._fork(child)
-        return child
-
-    def attend(self, wanted: Iterable[Child], until: float) -> None:
-        """Gather from all children until the wanted ones are over, or it is `until`."""
-        wanted = list(wanted)
-        while not all(child.over for child in wanted) and time.monotonic() < until:
-            running = {child.pipe: child for child in self.children if not child.over}
+    def attend(self, group: str, until: float) -> None:
+        """Gather from all children until those of this group are over, and end them when it is `until`."""
+        while any(child.group == group for child in self.children) and time.monotonic() < until:
+            running = {child.pipe: child for child in self.children}
             due = min([until, *(child.since + self.call_s for child in running.values())])
             ready, _, _ = select.select(list(running), [], [], max(0.0, due - time.monotonic()) + 0.001)
             for pipe, child in running.items():
@@ -255,17 +244,19 @@ class Watch:
                     self._read(child)
                 elif time.monotonic() > child.since + self.call_s:
                     self._lose(child, f"did not answer within {self.call_s:.2g} s")
+        self.end(group)
 
-    def end(self, children: Iterable[Child]) -> None:
+    def end(self, *groups: str) -> None:
         """Kill those that still run, and say what they were doing. One stuck in the kernel stays, and becomes init's."""
-        for child in children:
-            if not child.over:
+        for child in list(self.children):
+            if child.group in groups:
                 waited_s = time.monotonic() - child.since
                 if waited_s >= 0 and child.what not in self.facts:
                     self.unseen.setdefault(child.what or "probe", f"{child.call or 'a child'} had not answered after {waited_s:.2g} s")
                 self._kill(child)
 
-    def _fork(self, child: Child) -> None:
+    def start(self, child: Child) -> None:
+        """Start it, or start it again: it goes on behind what is known."""
         child.what, child.call, child.since, child.rest = "", "", time.monotonic(), b""
         reading, writing = os.pipe()
         try:
@@ -278,7 +269,8 @@ class Watch:
         if pid == 0:
             run_child(child, Report(writing, self.facts, self.unseen, child.stalls))
         os.close(writing)
-        child.over, child.pid, child.pipe = False, pid, reading
+        child.pid, child.pipe = pid, reading
+        self.children.append(child)
 
     def _read(self, child: Child) -> None:
         data = os.read(child.pipe, 1 << 20)
@@ -298,16 +290,23 @@ class Watch:
             self._lose(child, f"ended the look with {fate(child)}")
 
     def _lose(self, child: Child, how: str) -> None:
-        """A child stalled or died: say what it was doing, and start another that goes on behind that."""
+        """A child stalled or died: say what it was doing, and start who goes on behind that."""
         self._kill(child)
         self.unseen.setdefault(child.what or "probe", f"{child.call or 'a child'} {how}")
         child.stalls.append((child.what, child.call))
-        if child.what and len(child.stalls) < MOST_STALLS:
-            self._fork(child)
+        gpu = place_of(child.what) if child.what.startswith("gpu.") else None
+        if gpu and child.arguments[1] is None:  # from now on each GPU by itself: one that hangs must not keep the others waiting
+            for which in [*chosen_gpus(child.arguments[0], self.facts), "links"]:
+                stalls = [stall for stall in child.stalls if place_of(stall[0]) == f"gpu.{which}"]
+                self.start(Child(child.group, child.look, (child.arguments[0], which), stalls))
+        elif gpu and child.arguments[1] != "links" and len(child.stalls) > 1:
+            self.unseen.setdefault(gpu, f"it was given up after {child.call} did not answer either")
+        elif child.what and len(child.stalls) < MOST_STALLS:
+            self.start(child)
 
     def _kill(self, child: Child) -> None:
         """Without waiting for it."""
-        child.over = True
+        self.children.remove(child)
         os.close(child.pipe)
         if child.pid:
             os.kill(child.pid, signal.SIGKILL)  # its number cannot be another's: only fate() collects it, and then forgets it
@@ -438,34 +437,41 @@ class NvmlError(Told):
         self.status = status
 
 
-def look_at_gpus(report: Report, request: dict[str, Any]) -> None:
-    """Facts of all GPUs: first what they hold and who they are, then their health, the further samples, and the links."""
+def look_at_gpus(report: Report, request: dict[str, Any], which: int | str | None) -> None:
+    """Facts of all GPUs and their links (`which` is None), of one GPU, or of the "links" alone."""
     nvml = open_nvml(report, request["roots"])
     if nvml is None:
         return
     report.see("nvml.driver", None, nvml.text, "nvmlSystemGetDriverVersion")
     report.see("nvml.cuda", None, nvml.number, "nvmlSystemGetCudaDriverVersion_v2")
-    count = report.see("nvml.count", None, nvml.number, "nvmlDeviceGetCount_v2") or 0
-    gpus = open_gpus(report, nvml, [index for index in range(count) if request["gpus"] is None or index in request["gpus"]])
+    report.see("nvml.count", None, nvml.number, "nvmlDeviceGetCount_v2")
+    indices = [index for index in chosen_gpus(request, report.facts) if which in (None, "links", index)]
+    gpus = [gpu for gpu in (open_gpu(report, nvml, index) for index in indices) if gpu is not None]
+    if which != "links":
+        look_at_each(report, request, gpus)
+    for a, b in ((a, b) for a in gpus for b in gpus if a is not b and "links" in request["parts"]):
+        for direction, name in enumerate(("read", "write")):
+            report.see(f"links.{a.index}.{b.index}.{name}", None, a.link_to, b, direction)
+        report.see(f"links.{a.index}.{b.index}.ancestor", None, a.ancestor_with, b)
+
+
+def look_at_each(report: Report, request: dict[str, Any], gpus: list[Gpu]) -> None:
+    """First what they hold and who they are, then their health and the further samples."""
     for gpu in gpus:
         gpu.look_first()
     begun = time.monotonic()
     for gpu in gpus:
         gpu.look_further(request["roots"]["sys"])
     for number in range(1, request["samples"]):
-        pause_s = max(0.0, begun + number * request["interval_s"] - time.monotonic())
-        report.doing("a pause", pause_s=pause_s)
-        time.sleep(pause_s)
+        if any(report.wants(f"gpu.{gpu.index}.memory.{number}") for gpu in gpus):
+            pause_s = max(0.0, begun + number * request["interval_s"] - time.monotonic())
+            report.doing("a pause", pause_s=pause_s)
+            time.sleep(pause_s)
         for gpu in gpus:
             gpu.see(f"memory.{number}", gpu.memory)
-    for gpu in gpus if request["samples"] > 1 else []:
+    for gpu in gpus if request["samples"] > 1 else ():
         # A process that ended while we sampled is no longer a holder, and none must be missing that began.
         gpu.see("processes.again", gpu.processes)
-    for a, b in ((a, b) for a in gpus for b in gpus if a is not b and "links" in request["parts"]):
-        what = f"links.{a.index}.{b.index}"
-        for direction, name in enumerate(("read", "write")):
-            report.see(f"{what}.{name}", None, lambda a, *to: P2P[a.number("P2PStatus", *to)], a, b.handle, INT(direction))
-        report.see(f"{what}.ancestor", None, lambda a, b: ANCESTOR[a.number("TopologyCommonAncestor", b.handle)], a, b)
 
 
 def open_nvml(report: Report, roots: dict[str, Any]) -> Nvml | None:
@@ -491,45 +497,43 @@ def open_nvml(report: Report, roots: dict[str, Any]) -> Nvml | None:
     return None
 
 
-def open_gpus(report: Report, nvml: Nvml, indices: list[int]) -> list[Gpu]:
-    """Those that are not given up: two functions stalled there. One on which a single one did comes after the others."""
-    stalled = {index: {call for place, call in nvml.stalled if place == f"gpu.{index}"} - nvml.hanging for index in indices}
-    gpus = []
-    for index in sorted(indices, key=lambda index: len(stalled[index])):
-        what, handle = f"gpu.{index}", ctypes.c_void_p()
-        if report.wants(what):
-            if len(stalled[index]) > 1:
-                report.unseen(what, f"it was given up after {' and '.join(sorted(stalled[index]))} did not answer")
-                continue
-            report.what = what
-            try:
-                nvml.ask("nvmlDeviceGetHandleByIndex_v2", UINT(index), ctypes.byref(handle))
-                gpus.append(Gpu(nvml, report, index, handle))
-            except NvmlError as error:
-                report.unseen(what, str(error))
-    return gpus
+def chosen_gpus(request: dict[str, Any], facts: dict[str, Any]) -> list[int]:
+    """Those that are asked for and there."""
+    return [index for index in range(facts.get("nvml.count") or 0) if request["gpus"] is None or index in request["gpus"]]
+
+
+def open_gpu(report: Report, nvml: Nvml, index: int) -> Gpu | None:
+    """A GPU by its handle; or None, and the facts say why."""
+    what, handle = f"gpu.{index}", ctypes.c_void_p()
+    if not report.wants(what):
+        return None
+    report.what = what
+    try:
+        nvml.ask("nvmlDeviceGetHandleByIndex_v2", UINT(index), ctypes.byref(handle))
+    except NvmlError as error:
+        report.unseen(what, str(error))
+        return None
+    return Gpu(nvml, report, index, handle)
 
 
 def place_of(what: str) -> str:
-    """`gpu.3` for `gpu.3.memory`, `links.0.1.read` for itself."""
-    return ".".join(what.split(".")[:2]) if what.startswith("gpu.") else what
+    """`gpu.3` for `gpu.3.memory`, `links.0` for `links.0.1.read`."""
+    return ".".join(what.split(".")[:2])
 
 
 class Nvml:
-    """The library, called by name. A function that stalled on a GPU is not asked there again; one that did on two, nowhere."""
+    """The library, called by name. A function that stalled is not asked again for that GPU, and after a second one for none."""
 
     def __init__(self, library: ctypes.CDLL, report: Report) -> None:
         self.library, self.report = library, report
         self.stalled = {(place_of(what), call) for what, call in report.stalls}
-        calls = [call for _, call in self.stalled]
-        self.hanging = {call for call in calls if calls.count(call) > 1}
 
     def ask(self, name: str, *arguments: Any, out: Collection[Any] = ()) -> list[int]:
         """Call a function for the fact that the report is at. Returns what it writes behind its last pointers, of these C types.
         Raises NvmlError unless it succeeds."""
         if not hasattr(self.library, name):
             raise NvmlError(f"{name} is missing in this driver", FUNCTION_NOT_FOUND)
-        if name in self.hanging or (place_of(self.report.what), name) in self.stalled:
+        if (place_of(self.report.what), name) in self.stalled or [call for _, call in self.stalled].count(name) > 1:
             raise NvmlError(f"{name} did not answer before and was not asked again")
         values = [kind() for kind in out]
         self.report.doing(name)
@@ -715,6 +719,14 @@ class Gpu:
             said = f"returned {STATUS.get(status, status)}" if status else f"holds {value}, which this probe does not know"
             raise NvmlError(f"field GET_GPU_RECOVERY_ACTION {said}")
         return RECOVERY[value]
+
+    def link_to(self, other: Gpu, direction: int) -> str:
+        """Whether it may read (0) or write (1) the other's memory itself."""
+        return P2P[self.number("P2PStatus", other.handle, INT(direction))]
+
+    def ancestor_with(self, other: Gpu) -> str:
+        """The nearest thing that both hang on."""
+        return ANCESTOR[self.number("TopologyCommonAncestor", other.handle)]
 
     def pcie(self) -> dict[str, int]:
         """Its link, now and at most."""
