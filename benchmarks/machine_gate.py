@@ -33,7 +33,7 @@ from fake_gpus import FakeGpus
 from sshd import running, socket_folder
 
 GPUS = 8
-LOCAL_S, WARM_SSH_S, HANGING_S = 1.0, 1.5, DEADLINE_S + 1.0
+LOCAL_S, WARM_SSH_S, HANGING_S = 1.0, 1.5, DEADLINE_S
 
 
 def main() -> int:
@@ -53,6 +53,7 @@ def main() -> int:
         gpus.exporter(range(GPUS))
         command = [sys.executable, "-m", "draftproof", "check", "--json"]
         ways: dict[str, tuple[Callable[[], object], float]] = {
+            "the probe alone, here": (lambda: Reach().ask("probe", {}, HANGING_S), LOCAL_S),
             "look and judge, here": (lambda: gate(None, "fail"), LOCAL_S),
             "draftproof check --json, here": (
                 lambda: subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL),
@@ -70,21 +71,21 @@ def main() -> int:
         gpus.unsay("hold")  # so that nothing else is wrong
         gpus.say("hang nvmlDeviceGetMemoryInfo_v2 5 600")
         hangs = "look and judge, nvmlDeviceGetMemoryInfo_v2 hangs on GPU 5"
-        taken[hangs] = [timed(lambda: gate(None, "unknown")) for _ in range(3)]
+        taken[hangs] = [timed(lambda: gate(None, "unknown")) for _ in range(5)]
         gpus.say("hang nvmlInit_v2 -1 600")
         dead = "look and judge, nvmlInit hangs"
-        taken[dead] = [timed(lambda: gate(None, "unknown", "gpu.count")) for _ in range(3)]
+        taken[dead] = [timed(lambda: gate(None, "unknown", "gpu.count")) for _ in range(5)]
         limits |= {hangs: HANGING_S, dead: HANGING_S}
     table = Table("8 fake GPUs, each held", "runs", "p50 s", "p95 s", "limit s")
-    missed = 0
+    figures = {}
     for name, seconds in taken.items():
-        p95 = sorted(seconds)[min(len(seconds) - 1, int(0.95 * len(seconds)))]
-        missed += p95 > limits[name]
-        table.add_row(name, str(len(seconds)), f"{statistics.median(seconds):.3f}", f"{p95:.3f}", f"{limits[name]:.1f}")
+        p50, p95 = statistics.median(seconds), sorted(seconds)[min(len(seconds) - 1, int(0.95 * len(seconds)))]
+        figures[name] = {"p50_s": p50, "p95_s": p95, "limit_s": limits[name], "met": p95 <= limits[name], "seconds": seconds}
+        table.add_row(name, str(len(seconds)), f"{p50:.3f}", f"{p95:.3f}", f"{limits[name]:.1f}")
     Console(width=120).print(table)
     if options.out is not None:
-        options.out.write_text(json.dumps(taken, indent=1))
-    return 1 if missed else 0
+        options.out.write_text(json.dumps(figures, indent=1))
+    return 0 if all(one["met"] for one in figures.values()) else 1
 
 
 def gate(host: str | None, memory: Status, check: str = "gpu.memory") -> None:
