@@ -342,15 +342,15 @@ def test_the_host(tmp_path: Path) -> None:
 
 
 def test_a_control_group_limits_memory(tmp_path: Path) -> None:
-    """Version 2, three levels: the tightest room is that of the middle one, 4 GiB with 1 GiB in use, of which 0.25 can be dropped."""
+    """Version 2, three levels. The least room is not at the lowest limit: 8 GiB with 6 in use, of which 0.25 can be dropped."""
     proc, group = tmp_path / "proc", tmp_path / "sys" / "fs" / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal:       16777216 kB\nMemAvailable:   8388608 kB\nSwapFree:       1024 kB\n")
     (proc / "self" / "cgroup").write_text("0::/user.slice/job\n")
     for folder, most, used, file in (
-        ("user.slice", str(4 * 2**30), 2**30, 2**28),
+        ("user.slice", str(8 * 2**30), 6 * 2**30, 2**28),
         ("user.slice/job", "max", 2**30, 0),
-        (".", str(8 * 2**30), 2**30, 0),
+        (".", str(7 * 2**30), 2**30, 0),
     ):
         (group / folder).mkdir(parents=True, exist_ok=True)
         (group / folder / "memory.max").write_text(f"{most}\n")
@@ -361,9 +361,21 @@ def test_a_control_group_limits_memory(tmp_path: Path) -> None:
         "total": 16 * 2**30,
         "available": 8 * 2**30,
         "swap_free": 2**20,
-        "cgroup_limit": 4 * 2**30,
-        "cgroup_used": 2**30 - 2**28,
+        "cgroup_limit": 8 * 2**30,
+        "cgroup_used": 6 * 2**30 - 2**28,
     }
+
+
+def test_a_control_group_of_version_1_limits_memory(tmp_path: Path) -> None:
+    proc, group = tmp_path / "proc", tmp_path / "sys" / "fs" / "cgroup" / "memory" / "docker" / "job"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal:       16777216 kB\nMemAvailable:   8388608 kB\nSwapFree:       0 kB\n")
+    (proc / "self" / "cgroup").write_text("4:cpu:/other\n3:hugetlb,memory:/docker/job\n1:name=systemd:/docker/job\n")
+    group.mkdir(parents=True)
+    for name, text in (("limit_in_bytes", f"{2**30}"), ("usage_in_bytes", f"{2**29}"), ("stat", "cache 5\ntotal_inactive_file 4096")):
+        (group / f"memory.{name}").write_text(f"{text}\n")
+    memory = run_probe(parts=["host"], roots={"proc": str(proc), "sys": str(tmp_path / "sys")})["host_memory"]
+    assert (memory["cgroup_limit"], memory["cgroup_used"]) == (2**30, 2**29 - 4096)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root")
