@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 from dataclasses import asdict
@@ -47,6 +48,7 @@ def main() -> int:
         for fault in row.faults:
             console.print(f"{row.scenario}: {fault}", soft_wrap=True, markup=False)
     told = [f"{twin}: {alarm}" for twin, all_of_it in alarms.items() for alarm in all_of_it]
+    console.print(f"draftproof, look to steady memory: median {statistics.median(row.seconds for row in rows['draftproof']):.2f} s a scene")
     console.print(f"{len(alarms)} clean twins, {sum(map(bool, alarms.values()))} false alarms")
     for alarm in told:
         console.print(alarm, soft_wrap=True, markup=False)

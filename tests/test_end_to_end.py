@@ -20,7 +20,6 @@ from draftproof.pipeline import STAGE_NAMES
 ROOT = Path(__file__).resolve().parent.parent
 
 SMALLER = (
-    "target.dtype=float32",  # in bf16 two engines may break a tie differently, and some CPUs would compute in it
     "regenerate.max_tokens=40",
     "regenerate.batch_size=32",
     "data.validation=0.1",

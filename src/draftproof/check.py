@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, Field
 
 from draftproof.errors import DraftproofError, Refused, Undecided, UsageError
-from draftproof.gate.finding import Finding, Status, failed, passed, unsure, verdict_of, warned
+from draftproof.gate.finding import Finding, Status, failed, passed, unsure, verdict_of, warned, worst_of
 from draftproof.gate.machine import judge
 from draftproof.machine.holders import Holder
 from draftproof.machine.look import TRAVEL_S, Look, Needs, look_at, needs_of
@@ -128,7 +128,7 @@ class Checked:
         """Raise Refused or Undecided unless the verdict is pass or warn."""
         if self.verdict not in ("fail", "unknown"):
             return
-        worst = [finding for finding in self.findings if finding.status == self.verdict and finding.waived is None]
+        worst = worst_of(self.findings)
         more = f" ({len(worst) - 1} more)" if len(worst) > 1 else ""
         error = Refused if self.verdict == "fail" else Undecided
         raise error(f"{worst[0].check}: {worst[0].evidence}{more}", where=worst[0].host, remedy=worst[0].remedy)
@@ -141,7 +141,7 @@ def check_recipe(loaded: LoadedRecipe, stage: str, reaches: Sequence[Reach], nee
 
     Torch is not imported: where a driver is there, the stage is taken to run on the GPU, unless the recipe says `cpu`.
     """
-    from draftproof.gate.catalog import UNLOADED  # numpy and more: 0.2 s that a look at the machine alone should not take
+    from draftproof.gate.catalog import UNLOADED  # numpy and more, for which a look at the machine alone should not wait
     from draftproof.gate.gate import GateContext, run_gate, waived
     from draftproof.plan import make_plan, measure_flops
     from draftproof.target.target import open_target

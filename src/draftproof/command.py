@@ -100,8 +100,9 @@ _STEERING = re.compile(r"[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]
 
 def _report(result: Result, name: str, status: str, code: int, message: str) -> None:
     """The sentence in one line on stderr, the document on stdout."""
-    # Names of processes and hosts are chosen by others: what they say must not steer a terminal.
-    message = "".join(letter if letter.isprintable() else "?" for letter in " ".join(message.split()))
+    from draftproof.errors import printable
+
+    message = printable(" ".join(message.split()))
     if message:
         typer.echo(f"{status}: {message}", err=True)
     if result.as_json:

@@ -63,3 +63,8 @@ class Stopped(DraftproofError):
 
     exit_code = 5
     status = "stopped"
+
+
+def printable(text: str) -> str:
+    """Fit for a terminal: names of processes, users and hosts are chosen by others, escape sequences included."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

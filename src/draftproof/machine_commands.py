@@ -64,7 +64,7 @@ def check(
         needs = Needs(parse_gpus(gpus), allow_mib, disks=tuple(map(DiskNeed, folders)), ports=tuple(port or ()))
         loaded = None
         if recipe is not None:
-            from draftproof.recipe import load  # 50 ms that a look at the machine alone should not take
+            from draftproof.recipe import load  # for which a look at the machine alone should not wait
 
             loaded = load(recipe, overrides or ())
         console = Console(highlight=False, quiet=as_json)

@@ -224,7 +224,7 @@ class MachineSettings(Section):
     hosts: tuple[str, ...] = ()
     """Other hosts, as ssh knows them, whose machines must be fit as well."""
     watch_s: Annotated[float, Field(gt=0)] | None = 1.0
-    """Seconds between two looks while a target loads; None: no watch. A look costs about 0.1 s of one core."""
+    """Seconds between two looks while a target loads; None: no watch."""
 
     @field_validator("units", "hosts", mode="before")
     @classmethod

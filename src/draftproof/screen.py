@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from draftproof.errors import DraftproofError
+from draftproof.errors import DraftproofError, printable
 from draftproof.machine.snapshot import MIB
 from draftproof.summary import COLOURS
 
@@ -112,5 +112,5 @@ def _print_host(look: Look, console: Console) -> None:
 
 
 def _clean(text: str) -> str:
-    """Fit for a terminal: names of processes, users and hosts are chosen by others, escape sequences and markup included."""
-    return escape("".join(letter if letter.isprintable() else "?" for letter in text))
+    """Fit for a terminal, markup included."""
+    return escape(printable(text))

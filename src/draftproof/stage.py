@@ -48,8 +48,10 @@ class CanaryRow:
     """[T-1]: the engine's own log-probability of token t+1 after token t."""
     engine_top1: np.ndarray
     """int64 [T]: the engine's own most likely next token."""
+    batched_aux: np.ndarray
+    """[T, A, H] of the same run, before the codec."""
     rerun_aux: np.ndarray
-    """[T, A, H] of a second run with other batch mates (single if the first was batched)."""
+    """[T, A, H] of a second run with other batch mates (single if the first was batched), before the codec."""
     reference: np.ndarray | None
     """[T, L+1, H]: every boundary as `output_hidden_states` gives it, another way than the engine's hooks; None where the
     target is too large for that."""

@@ -71,8 +71,7 @@ def test_clean_fp8_states_pass_every_check(target: Target, clean: CanaryEvidence
     import torch
 
     def coarse(row: CanaryRow) -> dict[str, Any]:
-        aux, rerun = (decode(encode(torch.from_numpy(x), "fp8"), "fp8", torch.float32).numpy() for x in (row.aux, row.rerun_aux))
-        return {"aux": aux, "rerun_aux": rerun}
+        return {"aux": decode(encode(torch.from_numpy(row.aux), "fp8"), "fp8", torch.float32).numpy()}
 
     found = _findings(target, replace(_with(clean, coarse), codec="fp8"))
     assert all(finding.status == "pass" for finding in found.values()), found
@@ -127,7 +126,8 @@ def test_one_shifted_boundary_is_named_alone(target: Target, clean: CanaryEviden
 def test_swapped_batch_mates_are_named(target: Target, clean: CanaryEvidence) -> None:
     [a, b] = [i for i, row in enumerate(clean.rows) if len(row.token_ids) == 33]
     rows = list(clean.rows)
-    rows[a], rows[b] = replace(rows[a], aux=rows[b].aux, final=rows[b].final), replace(rows[b], aux=rows[a].aux, final=rows[a].final)
+    mates = [(rows[a], rows[b]), (rows[b], rows[a])]
+    rows[a], rows[b] = (replace(row, aux=mate.aux, batched_aux=mate.batched_aux, final=mate.final) for row, mate in mates)
     found = _findings(target, replace(clean, rows=tuple(rows)))
     assert found["parity_rows"].status == "pass"  # shapes are right
     assert found["parity_batching"].status == "fail"

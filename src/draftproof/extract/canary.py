@@ -50,7 +50,8 @@ def run_canary(engine: Engine, target: Target, rows: RowTable, layout: StoreLayo
                 final=together[key].final.float().numpy(),
                 engine_logprobs=alone.logprobs.numpy(),
                 engine_top1=together[key].teacher_top1.long().numpy(),
-                rerun_aux=_as_stored(alone.aux, layout.codec),
+                batched_aux=together[key].aux.float().numpy(),
+                rerun_aux=alone.aux.float().numpy(),
                 reference=None if reference is None else reference.numpy(),
             )
         )

@@ -43,6 +43,12 @@ def verdict_of(findings: Iterable[Finding]) -> Status:
     return max((finding.status for finding in findings if finding.waived is None), key=SEVERITY.__getitem__, default="pass")
 
 
+def worst_of(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings that make the verdict."""
+    findings = list(findings)
+    return [finding for finding in findings if finding.status == verdict_of(findings) and finding.waived is None]
+
+
 def passed(check: str, evidence: str) -> Finding:
     """It is as it should be."""
     return Finding(check, "pass", evidence)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from draftproof.errors import DraftproofError, Refused, Undecided
-from draftproof.gate.finding import Finding, Status, unsure, verdict_of
+from draftproof.gate.finding import Finding, Status, unsure, verdict_of, worst_of
 
 if TYPE_CHECKING:
     from draftproof.machine.look import Look
@@ -119,7 +119,7 @@ def enforce(report: GateReport) -> None:
     verdict = report.verdict
     if verdict not in ("fail", "unknown"):
         return
-    worst = [f for f in report.findings if f.status == verdict and f.waived is None]
+    worst = worst_of(report.findings)
     more = f" ({len(worst) - 1} more in the gate's report)" if len(worst) > 1 else ""
     error = Refused if verdict == "fail" else Undecided
     sentence = "said no" if verdict == "fail" else "could not tell"

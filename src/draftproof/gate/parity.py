@@ -38,9 +38,7 @@ MOST_POSITIONS = 1024
 COSINE_MEDIAN, COSINE_LOW = 0.999, 0.98
 """Of a boundary against its reference: median and 1 % quantile over tokens. bf16 engines differ among themselves to 0.985
 on their worst token; neighbouring boundaries of SmolLM2 are at 0.85 to 0.97."""
-BATCHING = {"bf16": 0.999, "fp8": 0.995}
-"""By codec. fp8 rounds an element by up to a sixteenth of it; where bf16 sums differ in their last bit, it may be rounded the
-other way: measured down to 0.9986 on SmolLM2, on a CPU that computes in bf16."""
+BATCHING = 0.999
 _LOGITS_AT_ONCE = 1 << 26
 _NO_EVIDENCE = "Report this as a fault of draftproof."
 
@@ -109,18 +107,18 @@ def parity_logprobs(context: GateContext) -> Finding:
 
 
 def parity_batching(context: GateContext) -> Finding:
-    """A row run alone has the states that it had among others."""
+    """A row run alone has the states that it had among others, by what the engine gave: the codec has no part in it."""
     name, evidence = "parity.batching", _evidence(context)
     if evidence is None:
         return _missing(name)
     if problem := _misshapen(evidence):
         return unsure(name, problem, "See parity.rows.")
-    cosines = {row.row_key: _cosine(row.aux, row.rerun_aux) for row in evidence.rows}  # [T, A] each
+    cosines = {row.row_key: _cosine(row.batched_aux, row.rerun_aux) for row in evidence.rows}  # [T, A] each
     for row in evidence.rows:
         own = cosines[row.row_key]
-        if not _same_run(own, evidence):
+        if not _same_run(own, evidence.dtype):
             twins = [o for o in evidence.rows if o is not row and o.aux.shape == row.aux.shape]
-            owner = next((o.row_key for o in twins if _same_run(_cosine(row.aux, o.rerun_aux), evidence)), None)
+            owner = next((o.row_key for o in twins if _same_run(_cosine(row.batched_aux, o.rerun_aux), evidence.dtype)), None)
             token = int(np.argmin(own.min(1)))
             whose = f"; they are the states of row {owner}" if owner else ""
             return failed(
@@ -304,11 +302,11 @@ def _normed(final: Array, target: Target) -> Array:
     return normed
 
 
-def _same_run(cosine: Array, evidence: CanaryEvidence) -> bool:
+def _same_run(cosine: Array, dtype: str) -> bool:
     """Float32 must agree at every token; in half precision a batch changes the order of sums, so 1 % may be a little lower."""
-    if evidence.dtype == "float32":
-        return bool(cosine.min() > BATCHING["bf16"])
-    return bool(np.quantile(cosine, 0.01) > BATCHING[evidence.codec] and cosine.min() > COSINE_LOW)
+    if dtype == "float32":
+        return bool(cosine.min() > BATCHING)
+    return bool(np.quantile(cosine, 0.01) > BATCHING and cosine.min() > COSINE_LOW)
 
 
 def _cosine(a: Array, b: Array) -> Array:
@@ -339,7 +337,7 @@ def _misshapen(evidence: CanaryEvidence) -> str | None:
     """Comparisons token by token need one state a token; parity.rows reports the rest."""
     for row in evidence.rows:
         T, A = len(row.token_ids), len(evidence.boundaries)
-        if row.aux.shape[:2] != (T, A) or row.rerun_aux.shape != row.aux.shape or len(row.final) != T:
+        if row.aux.shape[:2] != (T, A) or {row.batched_aux.shape, row.rerun_aux.shape} != {row.aux.shape} or len(row.final) != T:
             return f"Row {row.row_key} has another number of states than tokens, so they cannot be compared."
     return None
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
+from draftproof.errors import printable
 from draftproof.machine.claims import Claim, Machine, has_open, is_system
 from draftproof.machine.snapshot import MIB, Gpu, Process, Snapshot
 
@@ -387,6 +388,6 @@ def _name(process: Process) -> str:
 
 
 def plain(text: str, at_most: int = 40) -> str:
-    """Fit to stand in a sentence on a terminal: other users choose these texts, escape sequences included."""
-    shown = "".join(letter if letter.isprintable() and letter != "`" else "?" for letter in text)
+    """Fit to stand in a sentence, between backticks too."""
+    shown = printable(text).replace("`", "?")
     return shown if len(shown) <= at_most else shown[: at_most - 1].rstrip() + "…"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 DEADLINE_S = 4.0
 """For one look at one machine. A driver that has not answered by then is a finding of its own."""
 CALL_S = 1.0
-"""For one call into the driver: it takes 0.6 ms at most on a healthy GPU."""
+"""For one call into the driver, which takes milliseconds on a healthy GPU."""
 SAMPLES, INTERVAL_S = 3, 0.1
 """Readings of the memory in use: it must be low and stay so."""
 TRAVEL_S = 8.0

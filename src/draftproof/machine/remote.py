@@ -7,8 +7,8 @@ there alike, and one line of JSON comes back between two sentinel lines, so that
 or after does no harm.
 
 The system's own ssh is used, with the user's configuration, agent and known hosts. We only forbid questions, set
-time-outs, and keep the connection open for a minute (measured on loopback: 0.21 s with a new connection, 0.023 s over an open
-one). Host keys are checked as the user has it; nothing here ever accepts one.
+time-outs, and keep the connection open for a minute, so that the next question is as quick as one here
+(`benchmarks/machine_gate.py`). Host keys are checked as the user has it; nothing here ever accepts one.
 
 Whole or not at all: a document counts once its closing sentinel has come. Killing ssh does not kill the script on the
 other side, so each script keeps a deadline of its own; `timeout_s` is how long *we* wait, whatever hangs.

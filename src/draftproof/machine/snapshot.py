@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from draftproof.errors import DraftproofError
+from draftproof.errors import DraftproofError, printable
 
 SCHEMA = 1
 """The one schema that this module reads."""
@@ -564,5 +564,5 @@ def _refused(what: str, where: str | None) -> DraftproofError:
 
 def _short(text: str) -> str:
     """Fit for one line of a terminal, whatever a host put into it."""
-    plain = "".join(letter if letter.isprintable() else "?" for letter in text)
+    plain = printable(text)
     return plain if len(plain) <= 120 else plain[:119] + "…"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 
-from draftproof.errors import Undecided
+from draftproof.errors import Undecided, printable
 from draftproof.machine.child import BEGIN, MOST_OUTPUT, Ended
 
 
@@ -111,4 +111,4 @@ def _last_line(text: str) -> str:
 
 def _clean(line: str) -> str:
     """One line for a terminal of ours: no control characters, no end of its own, not endless."""
-    return "".join(character if character.isprintable() else "?" for character in line.strip())[:300].rstrip(".")
+    return printable(line.strip())[:300].rstrip(".")
